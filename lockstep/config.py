@@ -1,0 +1,494 @@
+"""What a run is asked to do: one tree of frozen models, read from a recipe. Torch-free.
+
+Before this on the walk: a recipe's name or file on the command line. After it: `engine/build.py`, the only reader of
+the tree. Whether a tree is valid depends on its values alone, so the resolved `config.toml` of a run always replays.
+"""
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, ErrorDetails, core_schema
+
+from lockstep.errors import LockstepError
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in epochs ("90ep", "0.5ep") or steps ("1500st")."""
+
+    value: float
+    unit: Literal["ep", "st"]
+
+    @classmethod
+    def parse(cls, given: object) -> "Duration":
+        """Read a duration from its text; the error completes the sentence "KEY = VALUE must be …"."""
+        if isinstance(given, Duration):
+            return given
+        text = given.strip() if isinstance(given, str) else ""
+        try:
+            value = float(text[:-2])
+        except ValueError:
+            value = math.nan
+        if text[-2:] == "ep" and math.isfinite(value) and value >= 0:
+            return cls(value, "ep")
+        if text[-2:] == "st" and value >= 0 and value.is_integer():
+            return cls(value, "st")
+        raise ValueError('a duration, in epochs such as "90ep" or whole steps such as "1500st"')
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """The nearest whole number of steps."""
+        return round(self.value * (steps_per_epoch if self.unit == "ep" else 1))
+
+    def __str__(self) -> str:
+        whole = int(self.value)
+        return f"{whole if whole == self.value else self.value}{self.unit}"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls.parse, serialization=core_schema.to_string_ser_schema())
+
+
+# TOML has lists and no tuples, so these alone are not strict.
+Pair = Annotated[tuple[float, float], Field(strict=False)]
+Triple = Annotated[tuple[float, float, float], Field(strict=False)]
+Durations = Annotated[tuple[Duration, ...], Field(strict=False)]
+
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+class Section(BaseModel):
+    """One table of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    section: ClassVar[str]
+    # key -> (the key that decides, its values under which this key has an effect); elsewhere it must keep its default.
+    only_with: ClassVar[Mapping[str, tuple[str, tuple[str, ...]]]] = {}
+
+    @model_validator(mode="after")
+    def _has_no_idle_key(self) -> Self:
+        for key, (switch, values) in self.only_with.items():
+            given, default, now = getattr(self, key), type(self).model_fields[key].default, getattr(self, switch)
+            if given != default and now not in values:
+                raise ValueError(
+                    f"{self.section}.{key} = {show(given)} has no effect with {self.section}.{switch} = {show(now)}, "
+                    f"only with {', '.join(values)}; leave it at {show(default)} or change {self.section}.{switch}"
+                )
+        return self
+
+
+class DataConfig(Section):
+    """Where samples come from and how they become a batch."""
+
+    section = "data"
+    only_with = {"path": ("source", ("folder",))}
+
+    source: Literal["generated", "folder"] = Field(default="generated", description="where samples lie")
+    path: str = Field(default="", description="folder that holds train/ and val/, for source = folder")
+    train_images: int = Field(default=4096, ge=1, description="training samples to generate")
+    val_images: int = Field(default=1024, ge=1, description="validation samples to generate")
+    image_size: int = Field(default=224, ge=1, description="side of the square the network sees, in pixels")
+    eval_resize: int = Field(
+        default=256, ge=1, description="short side before the central crop at evaluation, in pixels"
+    )
+    crop_area: Pair = Field(default=(0.08, 1.0), description="least and greatest share of the area a random crop keeps")
+    crop_ratio: Pair = Field(
+        default=(3 / 4, 4 / 3), description="least and greatest width over height of a random crop"
+    )
+    flip: bool = Field(default=True, description="mirror every other training sample, at random")
+    mean: Triple = Field(default=(0.485, 0.456, 0.406), description="subtracted from red, green, blue in [0, 1]")
+    std: Triple = Field(
+        default=(0.229, 0.224, 0.225), description="divides red, green, blue after the mean is subtracted"
+    )
+    decode_threads: int = Field(default=0, ge=0, description="decoding threads of a rank; 0: from the cores it may use")
+    prefetch_batches: int = Field(default=2, ge=1, description="batches prepared ahead of the step")
+    bad_share: float = Field(
+        default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"
+    )
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.source == "folder" and not self.path:
+            raise ValueError('data.source = "folder" needs data.path, the folder that holds train/ and val/')
+        if self.eval_resize < self.image_size:
+            raise ValueError(
+                f"data.eval_resize = {self.eval_resize} is smaller than data.image_size = {self.image_size}; "
+                "the central crop needs at least that many pixels"
+            )
+        low, high = self.crop_area
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"data.crop_area = {show(self.crop_area)} must be two rising shares in (0, 1]")
+        low, high = self.crop_ratio
+        if not 0 < low <= high:
+            raise ValueError(f"data.crop_ratio = {show(self.crop_ratio)} must be two rising numbers above 0")
+        if min(self.std) <= 0:
+            raise ValueError(f"data.std = {show(self.std)} must be three numbers above 0")
+        return self
+
+
+class ModelConfig(Section):
+    """Which network."""
+
+    section = "model"
+    only_with = {
+        "stem": ("name", RESNETS),
+        "width": ("name", RESNETS),
+        "zero_init_residual": ("name", RESNETS),
+        "batch_norm": ("name", ("alexnet",)),
+        "dropout": ("name", ("alexnet",)),
+    }
+
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet"] = Field(
+        default="resnet50", description="the network"
+    )
+    stem: Literal["imagenet", "cifar"] = Field(
+        default="imagenet", description="first layers: for large or for small images"
+    )
+    width: int = Field(default=64, ge=1, description="channels of the first stage; 64 is the published network")
+    zero_init_residual: bool = Field(
+        default=True, description="start the last batch norm of each residual block at zero"
+    )
+    batch_norm: bool = Field(default=True, description="batch norm after each convolution and hidden layer of alexnet")
+    pool5_batch_norm: bool = Field(
+        # Follows batch_norm, so that switching that one off leaves none at all.
+        default_factory=lambda given: bool(given.get("batch_norm", True)),
+        description="the paper's extra batch norm after alexnet's last pooling",
+    )
+    dropout: float = Field(default=0.5, ge=0, lt=1, description="share dropped in alexnet's two hidden layers")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.name != "alexnet" and not self.pool5_batch_norm:
+            raise ValueError('model.pool5_batch_norm has an effect only with model.name = "alexnet"; leave it out')
+        if self.pool5_batch_norm and not self.batch_norm:
+            raise ValueError("model.pool5_batch_norm = true needs model.batch_norm = true; drop one of the two")
+        return self
+
+
+class OptimConfig(Section):
+    """How gradients become weights."""
+
+    section = "optim"
+    only_with = {
+        "momentum": ("name", ("sgd", "lars")),
+        "nesterov": ("name", ("sgd",)),
+        "trust_coefficient": ("name", ("lars",)),
+        "epsilon": ("name", ("lars",)),
+        "beta1": ("name", ("lamb",)),
+        "beta2": ("name", ("lamb",)),
+        "lamb_epsilon": ("name", ("lamb",)),
+        "adapt_norm_and_bias": ("name", ("lars", "lamb")),
+        "end_lr": ("schedule", ("poly", "cosine")),
+        "power": ("schedule", ("poly",)),
+        "milestones": ("schedule", ("step",)),
+        "gamma": ("schedule", ("step",)),
+    }
+
+    name: Literal["sgd", "lars", "lamb"] = Field(default="sgd", description="the update rule")
+    lr: float = Field(gt=0, examples=[0.1], description="learning rate after warm-up")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd and lars")
+    nesterov: bool = Field(default=False, description="Nesterov's form of momentum (sgd)")
+    weight_decay: float = Field(default=1e-4, ge=0, description="weight decay, added to the gradient")
+    decay_norm_and_bias: bool = Field(default=False, description="decay batch-norm parameters and biases too")
+    adapt_norm_and_bias: bool = Field(
+        default=False, description="give batch-norm parameters and biases a trust ratio too"
+    )
+    trust_coefficient: float = Field(default=0.001, gt=0, description="eta of the trust ratio (lars)")
+    epsilon: float = Field(default=0.0, ge=0, description="added to the trust ratio's denominator (lars)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's running mean (lamb)")
+    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the squared gradient's running mean (lamb)")
+    lamb_epsilon: float = Field(default=1e-6, gt=0, description="added to the root of the second moment (lamb)")
+    schedule: Literal["constant", "poly", "cosine", "step"] = Field(
+        default="cosine", description="learning rate after warm-up"
+    )
+    warmup: Duration = Field(default=Duration(0, "ep"), description="the learning rate rises linearly for this long")
+    warmup_lr: float = Field(default=0.0, ge=0, description="learning rate at step 0 of the warm-up")
+    end_lr: float = Field(default=0.0, ge=0, description="learning rate at the end (poly, cosine)")
+    power: float = Field(default=2.0, gt=0, description="exponent of the decay (poly)")
+    milestones: Durations = Field(default=(), description="when the learning rate drops, counted from step 0 (step)")
+    gamma: float = Field(default=0.1, gt=0, le=1, description="factor of each drop (step)")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of the target spread over all classes")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.schedule == "step" and not self.milestones:
+            raise ValueError('optim.schedule = "step" needs optim.milestones, such as ["30ep", "60ep", "80ep"]')
+        for early, late in zip(self.milestones, self.milestones[1:], strict=False):
+            if early.unit == late.unit and early.value >= late.value:
+                raise ValueError(f"optim.milestones must rise, but {show(late)} comes after {show(early)}")
+        return self
+
+
+class PrecisionConfig(Section):
+    """In which number formats the step runs."""
+
+    section = "precision"
+
+    compute: Literal["fp32", "tf32"] = Field(
+        default="fp32", description="format of multiplications; tf32 where a GPU has it"
+    )
+
+
+class CommConfig(Section):
+    """How ranks exchange gradients."""
+
+    section = "comm"
+
+    backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
+    buffer_mb: float = Field(
+        default=25.0, gt=0, description="gradients are sent in fused buffers of about this size, in MiB"
+    )
+    overlap: bool = Field(default=True, description="reduce buffers while backward still runs")
+    timeout_s: float = Field(default=600.0, gt=0, description="a rank silent for this long ends the run, in seconds")
+
+
+class TrainConfig(Section):
+    """How long to train, and what to do on the way."""
+
+    section = "train"
+
+    global_batch: int = Field(ge=1, examples=[256], description="samples of one step over all ranks")
+    duration: Duration = Field(examples=["90ep"], description="length of the whole run")
+    seed: int = Field(default=0, ge=0, description="decides weights, order and crops")
+    max_batch_per_rank: int = Field(
+        default=256, ge=1, description="a larger share runs in several passes whose gradients add"
+    )
+    eval_every: Duration = Field(default=Duration(1, "ep"), description='between evaluations; "0st": only at the end')
+    checkpoint_every: Duration = Field(
+        default=Duration(1, "ep"), description='between checkpoints; "0st": only at the end'
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="how many of the last checkpoints stay")
+    log_every: int = Field(default=10, ge=1, description="steps between step records")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.duration.value == 0:
+            raise ValueError(f'train.duration = {show(self.duration)} trains nothing; give a length such as "90ep"')
+        return self
+
+
+class RunConfig(Section):
+    """Everything a run is asked to do."""
+
+    section = ""
+
+    description: str = Field(default="", description="a note for people")
+    data: DataConfig = Field(default=DataConfig(), description="where samples come from and how they become a batch")
+    model: ModelConfig = Field(default=ModelConfig(), description="which network")
+    optim: OptimConfig = Field(description="how gradients become weights")
+    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="in which number formats the step runs")
+    comm: CommConfig = Field(default=CommConfig(), description="how ranks exchange gradients")
+    train: TrainConfig = Field(description="how long to train, and what to do on the way")
+
+    @model_validator(mode="after")
+    def _warms_up_within_the_run(self) -> Self:
+        warmup, duration = self.optim.warmup, self.train.duration
+        if warmup.unit == duration.unit and warmup.value > duration.value:
+            raise ValueError(
+                f"optim.warmup = {show(warmup)} is longer than train.duration = {show(duration)}; shorten the warm-up"
+            )
+        return self
+
+
+SECTIONS: dict[str, type[Section]] = {
+    model.section: model for model in (DataConfig, ModelConfig, OptimConfig, PrecisionConfig, CommConfig, TrainConfig)
+}
+KEYS = ("description", *(f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields))
+
+
+class RecipeInfo(NamedTuple):
+    """One line of the list of packaged recipes."""
+
+    name: str
+    summary: str
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
+    """Read a packaged recipe, a TOML file or a run folder, with `section.key=value` overrides: (run name, tree)."""
+    name, where, text = _find(name_or_path)
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LockstepError(f"{where} is not valid TOML: {error}.") from None
+    if overrides:
+        raw, where = apply_overrides(raw, overrides), f"{where} with --set"
+    try:
+        # Empty tables for the required sections: a missing key is then named itself, not only its section.
+        return name, RunConfig.model_validate({"optim": {}, "train": {}, **raw})
+    except ValidationError as error:
+        raise LockstepError(_sentence(error, where)) from None
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The recipe with `section.key=value` texts put in; values are TOML, and what is not TOML is a bare string."""
+    result = dict(raw)
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals:
+            raise LockstepError(f"--set {override} has no value; write --set {key}=VALUE.")
+        if key not in (*SECTIONS, *KEYS):
+            raise LockstepError(f"{_unknown(key)} (--set {override}).")
+        section, _, name = key.rpartition(".")
+        if not section:
+            result[name] = _toml_value(text)
+        elif isinstance(table := result.get(section, {}), dict):  # anything else is for validation to refuse
+            result[section] = {**table, name: _toml_value(text)}
+    return result
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole tree, defaults included, as a recipe that loads to the same tree."""
+    return tomli_w.dumps(config.model_dump(mode="json"))
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """The packaged recipes by name, each with the first sentence of its opening comment."""
+    return [RecipeInfo(name, _first_sentence(recipe_text(name))) for name in _recipe_names()]
+
+
+def recipe_text(name: str) -> str:
+    """A packaged recipe, as written."""
+    if name not in _recipe_names():
+        raise LockstepError(_no_recipe(name))
+    return (resources.files("lockstep.recipes") / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def copy_recipe(name: str, path: str | Path) -> None:
+    """Write a packaged recipe to a new file, to be edited there."""
+    text = recipe_text(name)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise LockstepError(f"{path} exists already; give another file name, or remove it first.") from None
+    except OSError as error:
+        raise LockstepError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def show(value: object) -> str:
+    """A value as a recipe writes it."""
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _recipe_names() -> list[str]:
+    files = resources.files("lockstep.recipes").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def _find(name_or_path: str) -> tuple[str, str, str]:
+    """(run name, what to call it in a sentence, text) of a recipe, a file or a run folder."""
+    if name_or_path in _recipe_names():
+        return name_or_path, f"recipe {name_or_path}", recipe_text(name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.toml"
+        if not path.exists():
+            raise LockstepError(f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LockstepError(_no_recipe(name_or_path)) from None
+    except OSError as error:
+        raise LockstepError(f"Cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LockstepError(f"{path} is not a text file in UTF-8; give a recipe in TOML.") from None
+    name = path.absolute().parent.name if path.name == "config.toml" else path.stem
+    return name, f"recipe {path}", text
+
+
+def _no_recipe(name: str) -> str:
+    """The sentence for a recipe that is neither packaged nor a file."""
+    if near := difflib.get_close_matches(name, _recipe_names(), n=2):
+        return f"There is no recipe and no file {name}; did you mean {' or '.join(near)}?"
+    return f"There is no recipe and no file {name}; the recipes are {', '.join(_recipe_names())}."
+
+
+def _first_sentence(text: str) -> str:
+    comment: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        comment.append(line.removeprefix("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unknown(key: str) -> str:
+    """The opening of a sentence about a key that does not exist, with the nearest one that does."""
+    name = key.rpartition(".")[2]
+
+    def likeness(known: str) -> float:
+        known_name = known.rpartition(".")[2]
+        words, known_words = set(name.split("_")), set(known_name.split("_"))
+        shared = len(words & known_words) / len(words | known_words)
+        return _ratio(key, known) + _ratio(name, known_name) + shared
+
+    return f"There is no key {key}; the nearest is {max((*SECTIONS, *KEYS), key=likeness)}"
+
+
+def _ratio(a: str, b: str) -> float:
+    return difflib.SequenceMatcher(None, a, b).ratio()
+
+
+# How each kind of pydantic error completes "KEY = VALUE must be …".
+RULES = {
+    "float_type": "a number, such as {example}",
+    "finite_number": "a finite number, such as {example}",
+    "int_type": "a whole number, such as {example}",
+    "bool_type": "true or false",
+    "string_type": "text in quotes",
+    "tuple_type": "a list, such as {example}",
+    "too_long": "a list of {max_length} values, such as {example}",
+    "model_type": "a table of keys",
+    "literal_error": "{expected}",
+    "greater_than": "above {gt:g}, such as {example}",
+    "greater_than_equal": "at least {ge:g}, such as {example}",
+    "less_than": "below {lt:g}, such as {example}",
+    "less_than_equal": "at most {le:g}, such as {example}",
+    "value_error": "{error}",
+}
+
+
+def _sentence(invalid: ValidationError, where: str) -> str:
+    """One sentence on the first error; a misspelt key comes before whatever else it caused."""
+    errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
+    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
+    more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+    return f"{_problem(first)} ({where}{more})."
+
+
+def _problem(error: ErrorDetails) -> str:
+    """What one pydantic error means, in terms of the recipe."""
+    kind, location, context = error["type"], error["loc"], error.get("ctx", {})
+    if kind == "value_error" and len(location) < 2:  # a combination: its validator wrote the whole sentence
+        return str(context["error"])
+    names = [part for part in location if isinstance(part, str)]
+    key = ".".join(names) + "".join(f"[{part}]" for part in location if isinstance(part, int))
+    if kind == "extra_forbidden":
+        return _unknown(key)
+    example = _example(names)
+    if kind == "missing":
+        return f"{key} is missing; give a value such as {example}"
+    return f"{key} = {show(error['input'])} must be {RULES[kind].format(example=example, **context)}"
+
+
+def _example(names: list[str]) -> str:
+    """A right value for a key: its default, or the example of a key that must be given."""
+    model = SECTIONS[names[0]] if len(names) > 1 else RunConfig
+    field = model.model_fields[names[-1]]
+    return show(field.examples[0] if field.examples else field.default)

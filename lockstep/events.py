@@ -1,0 +1,211 @@
+"""What a run says it did: typed records, one JSON line each in the run's `events.jsonl`. Torch-free.
+
+The last stop of the walk: `engine/trainer.py` emits records to sinks, and `report/` reads them back. Shares and
+accuracies are in [0, 1], times in seconds, `time_s` in seconds since 1970.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from lockstep.errors import LockstepError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One record; its kind is the name of its class."""
+
+    time_s: float = field(default_factory=time.time)
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A run began, or went on from `start_step`: one part of the file."""
+
+    run: str  # the name of the run's folder
+    recipe: str
+    config: dict[str, Any]
+    world_size: int
+    device: str
+    num_train: int
+    num_val: int
+    num_classes: int
+    num_parameters: int
+    steps_total: int
+    steps_per_epoch: int
+    start_step: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """The steps since the last such record: their averages, and where training stands."""
+
+    step: int
+    epoch: float
+    loss: float
+    top1: float
+    lr: float
+    images_per_second: float
+    input_s: float
+    compute_s: float
+    comm_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochDone(Event):
+    """An epoch ended; the ledger tells whether every sample was seen exactly once in it."""
+
+    epoch: int
+    ledger: str
+    ledger_ok: bool
+    bad_samples: int  # unreadable ones met since the run began or resumed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """The whole validation set was classified."""
+
+    step: int
+    epoch: float
+    top1: float
+    top5: float
+    correct1: int
+    correct5: int
+    total: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is complete on disk."""
+
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """A sentence for people."""
+
+    level: Literal["info", "warning"]
+    text: str
+    rank: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """How a part of the run ended, and where its training time went; T = S · N · e."""
+
+    status: Literal["finished", "interrupted", "failed"]
+    step: int
+    epoch: float
+    wall_s: float
+    train_s: float
+    images: int
+    images_per_second: float  # T
+    speed_one_rank: float | None  # S: images per second of one rank that waits for nobody
+    world_size: int  # N
+    efficiency: float | None  # e
+    share_compute: float
+    share_comm: float
+    share_input: float
+    reason: str = ""
+
+
+KINDS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (RunStarted, StepDone, EpochDone, Evaluated, CheckpointSaved, Notice, RunEnded)
+}
+
+
+class Sink(Protocol):
+    """Whatever listens to a run."""
+
+    def emit(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class EventLog:
+    """Appends records to a file, each whole on disk before `emit` returns; a full disk never stops the run."""
+
+    def __init__(self, path: Path, warn: Callable[[Notice], None]) -> None:
+        self.path = path
+        self._warn = warn
+        self._warned = False
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise LockstepError(f"Cannot write the event log {path}: {error.strerror}.") from None
+        size = os.fstat(self._file).st_size
+        # A killed run may have left half a record, which must not swallow the first one of this part.
+        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+
+    def emit(self, event: Event) -> None:
+        line = (b"\n" if self._is_torn else b"") + encode(event).encode() + b"\n"
+        try:
+            # One unbuffered write: a record is on disk or torn, never late.
+            self._is_torn = os.write(self._file, line) < len(line)
+            problem = "No space left on device" if self._is_torn else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if problem and not self._warned:
+            self._warned = True
+            text = f"Cannot write to {self.path}: {problem}; training goes on, and some of its records are lost."
+            self._warn(Notice(level="warning", text=text))
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def encode(event: Event) -> str:
+    """A record as one line of JSON, which has no NaN: a number that is not finite becomes null."""
+    values = {item.name: getattr(event, item.name) for item in fields(event)}
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+    return json.dumps({"kind": event.kind, **finite}, separators=(",", ":"), ensure_ascii=False)
+
+
+def decode(line: str) -> Event | None:
+    """The record of a line; None for a torn line or a kind this version does not know."""
+    try:
+        values = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    kind = KINDS.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    if kind is None:
+        return None
+    known = {item.name: item.type for item in fields(kind)}
+    return kind(
+        **{
+            name: math.nan if value is None and known[name] is float else value
+            for name, value in values.items()
+            if name in known
+        }
+    )
+
+
+def read_events(path: Path) -> list[Event]:
+    """All records of a run; a record torn by a kill or a full disk is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise LockstepError(f"Cannot read the event log {path}: {error.strerror}.") from None
+    try:
+        return [event for line in text.split("\n") if (event := decode(line)) is not None]
+    except TypeError as error:
+        raise LockstepError(f"{path} was not written by this version of Lockstep: {error}.") from None

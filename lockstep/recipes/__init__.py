@@ -1,0 +1,1 @@
+"""The packaged recipes: one TOML file each, read by `lockstep.config.load_recipe`."""

@@ -1,0 +1,354 @@
+"""The configuration tree: what it accepts, the sentence for everything it does not, and the way through TOML."""
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from lockstep.config import (
+    KEYS,
+    SECTIONS,
+    Duration,
+    RunConfig,
+    apply_overrides,
+    load_recipe,
+    to_toml,
+)
+from lockstep.errors import LockstepError
+
+SMALLEST = {"optim": {"lr": 0.1}, "train": {"global_batch": 8, "duration": "2ep"}}
+
+
+def complaint(tmp_path: Path, text: str, *overrides: str) -> str:
+    """The sentence a recipe earns."""
+    path = tmp_path / "my.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(LockstepError) as caught:
+        load_recipe(str(path), overrides)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    return sentence
+
+
+def complaint_about(tmp_path: Path, *overrides: str) -> str:
+    """The sentence overrides of an otherwise right recipe earn, without the part that names the recipe."""
+    sentence = complaint(tmp_path, RIGHT, *overrides)
+    return sentence.removesuffix(f" (recipe {tmp_path / 'my.toml'} with --set).")
+
+
+RIGHT = """
+[optim]
+lr = 0.1
+[train]
+global_batch = 8
+duration = "2ep"
+"""
+
+
+def test_a_recipe_needs_only_learning_rate_batch_and_duration(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(RIGHT)
+    name, config = load_recipe(str(path))
+    assert (name, config.optim.lr, config.train.global_batch) == ("my", 0.1, 8)
+    assert config.train.duration == Duration(2, "ep")
+    assert config.model.name == "resnet50"
+
+
+def test_every_key_has_a_description() -> None:
+    for model in (RunConfig, *SECTIONS.values()):
+        assert all(field.description for field in model.model_fields.values())
+
+
+def test_the_tree_is_frozen() -> None:
+    config = RunConfig.model_validate(SMALLEST)
+    with pytest.raises(ValidationError):
+        config.optim.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("optim.lr=fast", 'optim.lr = "fast" must be a number, such as 0.1'),
+        ("optim.lr=true", "optim.lr = true must be a number, such as 0.1"),
+        ("optim.lr=0", "optim.lr = 0 must be above 0, such as 0.1"),
+        ("optim.lr=nan", "optim.lr = NaN must be a finite number, such as 0.1"),
+        ("train.global_batch=0", "train.global_batch = 0 must be at least 1, such as 256"),
+        ("train.global_batch=8.5", "train.global_batch = 8.5 must be a whole number, such as 256"),
+        ("train.seed=-1", "train.seed = -1 must be at least 0, such as 0"),
+        ("optim.momentum=1.0", "optim.momentum = 1.0 must be below 1, such as 0.9"),
+        ("optim.beta1=1", "optim.beta1 = 1 must be below 1, such as 0.9"),
+        ("optim.beta2=-0.1", "optim.beta2 = -0.1 must be at least 0, such as 0.999"),
+        ("optim.label_smoothing=1", "optim.label_smoothing = 1 must be below 1, such as 0.0"),
+        ("optim.name=adam", "optim.name = \"adam\" must be 'sgd', 'lars' or 'lamb'"),
+        ("data.bad_share=2", "data.bad_share = 2 must be at most 1, such as 0.001"),
+        ("data.flip=1", "data.flip = 1 must be true or false"),
+        ("data.path=3", "data.path = 3 must be text in quotes"),
+        ("data.mean=0.5", "data.mean = 0.5 must be a list, such as [0.485, 0.456, 0.406]"),
+        ("data.mean=[0.5, 0.5]", "data.mean[2] is missing; give a value such as [0.485, 0.456, 0.406]"),
+        (
+            "data.mean=[1, 2, 3, 4]",
+            "data.mean = [1, 2, 3, 4] must be a list of 3 values, such as [0.485, 0.456, 0.406]",
+        ),
+        ('data.mean=["red", 0.5, 0.5]', 'data.mean[0] = "red" must be a number, such as [0.485, 0.456, 0.406]'),
+        ("optim=3", "optim = 3 must be a table of keys"),
+        (
+            "train.duration=5",
+            'train.duration = 5 must be a duration, in epochs such as "90ep" or whole steps such as "1500st"',
+        ),
+        (
+            'optim.milestones=["30"]',
+            'optim.milestones[0] = "30" must be a duration, in epochs such as "90ep" or whole steps such as "1500st"',
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: str, sentence: str) -> None:
+    assert complaint_about(tmp_path, override) == sentence
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["data.image_size=300"],
+            "data.eval_resize = 256 is smaller than data.image_size = 300; "
+            "the central crop needs at least that many pixels",
+        ),
+        (
+            ["data.source=folder"],
+            'data.source = "folder" needs data.path, the folder that holds train/ and val/',
+        ),
+        (
+            ["data.path=imagenet"],
+            'data.path = "imagenet" has no effect with data.source = "generated", only with folder; '
+            'leave it at "" or change data.source',
+        ),
+        (["data.crop_area=[0.5, 0.2]"], "data.crop_area = [0.5, 0.2] must be two rising shares in (0, 1]"),
+        (["data.crop_area=[0.5, 1.2]"], "data.crop_area = [0.5, 1.2] must be two rising shares in (0, 1]"),
+        (["data.crop_ratio=[2, 1]"], "data.crop_ratio = [2.0, 1.0] must be two rising numbers above 0"),
+        (["data.std=[1, 0, 1]"], "data.std = [1.0, 0.0, 1.0] must be three numbers above 0"),
+        (
+            ["optim.name=lars", "optim.nesterov=true"],
+            'optim.nesterov = true has no effect with optim.name = "lars", only with sgd; '
+            "leave it at false or change optim.name",
+        ),
+        (
+            ["model.name=alexnet", "model.stem=cifar"],
+            'model.stem = "cifar" has no effect with model.name = "alexnet", '
+            'only with resnet18, resnet34, resnet50, resnet101, resnet152; leave it at "imagenet" or change model.name',
+        ),
+        (
+            ["model.batch_norm=false"],
+            'model.batch_norm = false has no effect with model.name = "resnet50", only with alexnet; '
+            "leave it at true or change model.name",
+        ),
+        (
+            ["model.pool5_batch_norm=false"],
+            'model.pool5_batch_norm has an effect only with model.name = "alexnet"; leave it out',
+        ),
+        (
+            ["model.name=alexnet", "model.batch_norm=false", "model.pool5_batch_norm=true"],
+            "model.pool5_batch_norm = true needs model.batch_norm = true; drop one of the two",
+        ),
+        (
+            ['optim.milestones=["30ep"]'],
+            'optim.milestones = ["30ep"] has no effect with optim.schedule = "cosine", only with step; '
+            "leave it at [] or change optim.schedule",
+        ),
+        (
+            ["optim.schedule=step"],
+            'optim.schedule = "step" needs optim.milestones, such as ["30ep", "60ep", "80ep"]',
+        ),
+        (
+            ["optim.schedule=step", 'optim.milestones=["1ep", "60st", "1ep", "1ep"]'],
+            'optim.milestones must rise, but "1ep" comes after "1ep"',
+        ),
+        (
+            ["optim.warmup=3ep"],
+            'optim.warmup = "3ep" is longer than train.duration = "2ep"; shorten the warm-up',
+        ),
+        (["train.duration=0st"], 'train.duration = "0st" trains nothing; give a length such as "90ep"'),
+    ],
+)
+def test_an_impossible_combination_is_a_sentence(tmp_path: Path, overrides: list[str], sentence: str) -> None:
+    assert complaint_about(tmp_path, *overrides) == sentence
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("optim.momentun", "optim.momentum"),
+        ("optimizer.lr", "optim.lr"),
+        ("lr", "optim.lr"),
+        ("train.batch_size", "train.global_batch"),
+        ("train.global_batch_size", "train.global_batch"),
+        ("model.label_smoothing", "optim.label_smoothing"),
+        ("data.imagesize", "data.image_size"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(LockstepError) as caught:
+        apply_overrides(SMALLEST, [f"{key}=1"])
+    assert str(caught.value) == f"There is no key {key}; the nearest is {nearest} (--set {key}=1)."
+
+
+def test_a_misspelt_key_in_a_file_is_told_before_the_missing_key_it_caused(tmp_path: Path) -> None:
+    sentence = complaint(tmp_path, RIGHT.replace("lr =", "lrr ="))
+    assert sentence == f"There is no key optim.lrr; the nearest is optim.lr (recipe {tmp_path}/my.toml, and 1 more)."
+
+
+def test_an_unknown_section_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    sentence = complaint(tmp_path, RIGHT.replace("[optim]", "[optimizer]"))
+    assert sentence.startswith("There is no key optimizer; the nearest is optim (")
+
+
+def test_a_missing_key_is_named_with_an_example(tmp_path: Path) -> None:
+    sentence = complaint(tmp_path, "")
+    assert sentence == (f"optim.lr is missing; give a value such as 0.1 (recipe {tmp_path}/my.toml, and 2 more).")
+
+
+def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
+    sentence = complaint(tmp_path, "[optim]\nlr = \n")
+    assert sentence == f"recipe {tmp_path}/my.toml is not valid TOML: Invalid value (at line 2, column 6)."
+
+
+def test_an_override_without_a_value_is_refused() -> None:
+    with pytest.raises(LockstepError, match=r"^--set optim.lr has no value; write --set optim.lr=VALUE\.$"):
+        apply_overrides(SMALLEST, ["optim.lr"])
+
+
+def test_override_values_are_toml_or_bare_text() -> None:
+    raw = apply_overrides(
+        SMALLEST,
+        ["model.name=resnet18", "train.duration=5ep", "data.mean=[0, 0.5, 1]", "data.flip=false", "optim.lr=2"],
+    )
+    assert raw["model"] == {"name": "resnet18"}
+    assert raw["train"] == {"global_batch": 8, "duration": "5ep"}
+    assert raw["data"] == {"mean": [0, 0.5, 1], "flip": False}
+    assert raw["optim"] == {"lr": 2}
+    assert SMALLEST["optim"] == {"lr": 0.1}
+
+
+def test_an_override_does_not_hide_a_section_that_is_no_table(tmp_path: Path) -> None:
+    sentence = complaint(tmp_path, "optim = 3", "optim.lr=1")
+    assert sentence.startswith("optim = 3 must be a table of keys (")
+
+
+def test_the_last_override_of_a_key_counts() -> None:
+    assert apply_overrides({}, ["optim.lr=1", "optim.lr=2"]) == {"optim": {"lr": 2}}
+
+
+def test_a_run_folder_loads_its_config_and_keeps_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "quickstart-20250101-000000"
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(RunConfig.model_validate(SMALLEST)))
+    for target in (folder, folder / "config.toml"):
+        name, config = load_recipe(str(target))
+        assert (name, config) == (folder.name, RunConfig.model_validate(SMALLEST))
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r"holds no config\.toml; give a recipe or a run's folder\.$"):
+        load_recipe(str(tmp_path))
+
+
+def test_an_unknown_recipe_is_answered_with_the_nearest() -> None:
+    with pytest.raises(LockstepError) as caught:
+        load_recipe("quikstart")
+    assert str(caught.value) == "There is no recipe and no file quikstart; did you mean quickstart?"
+
+
+def test_an_unlikely_recipe_is_answered_with_all() -> None:
+    with pytest.raises(LockstepError, match=r"no file zzz; the recipes are alexnet-64k, .*resnet50-8k\.$"):
+        load_recipe("zzz")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    path.touch(mode=0)
+    with pytest.raises(LockstepError, match=r"^Cannot read .*my\.toml: Permission denied\.$"):
+        load_recipe(str(path))
+
+
+def test_a_path_through_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LockstepError, match=r"^Cannot read .*: Not a directory\.$"):
+        load_recipe(str(tmp_path / "file" / "my.toml"))
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_bytes(b"\xff\xd8\xff\xe0")
+    with pytest.raises(LockstepError, match=r"is not a text file in UTF-8; give a recipe in TOML\.$"):
+        load_recipe(str(tmp_path / "my.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [("90ep", 9000), ("0.5ep", 50), ("0.004ep", 0), ("0.006ep", 1), ("1500st", 1500), ("0st", 0), (" 2ep ", 200)],
+)
+def test_a_duration_is_a_number_of_steps(text: str, steps: int) -> None:
+    assert Duration.parse(text).steps(steps_per_epoch=100) == steps
+
+
+@pytest.mark.parametrize(
+    "given", ["90", "ep", "", "-1ep", "nanep", "infep", "infst", "1.5st", "9 weeks", 90, None, True]
+)
+def test_what_is_not_a_duration_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="a duration, in epochs"):
+        Duration.parse(given)
+
+
+@given(st.floats(0, 1e300), st.integers(0, 10**15))
+def test_a_duration_survives_its_text(epochs: float, steps: int) -> None:
+    assert Duration.parse(str(Duration(epochs, "ep"))) == Duration(epochs, "ep")
+    assert Duration.parse(str(Duration(steps, "st"))) == Duration(steps, "st")
+
+
+durations = st.builds(Duration, st.floats(0.001, 1000), st.just("ep")) | st.builds(
+    Duration, st.integers(1, 10**6), st.just("st")
+)
+
+
+def values_of(key: str) -> st.SearchStrategy[Any]:
+    """Right values for a key, drawn from its type and bounds."""
+    section, _, name = key.rpartition(".")
+    field = (SECTIONS[section] if section else RunConfig).model_fields[name]
+    bounds = {
+        bound: getattr(item, bound)
+        for item in field.metadata
+        for bound in ("gt", "ge", "lt", "le")
+        if hasattr(item, bound)
+    }
+    kind = field.annotation
+    if get_args(kind) and not isinstance(field.default, tuple):
+        return st.sampled_from(get_args(kind))
+    if kind is int:
+        return st.integers(bounds.get("ge", 0), 10**9)
+    if kind is float:
+        low, high = bounds.get("ge", bounds.get("gt", 0)), bounds.get("lt", bounds.get("le", 1e6))
+        return st.floats(low, high, exclude_min="gt" in bounds, exclude_max="lt" in bounds)
+    special = {"data.crop_area": (0.01, 1), "data.crop_ratio": (0.1, 10), "data.mean": (-1, 1), "data.std": (0.1, 9)}
+    if key in special:
+        low, high = special[key]
+        return st.lists(st.floats(low, high), min_size=len(field.default), max_size=len(field.default)).map(sorted)
+    if kind is Duration:
+        return durations.map(str)
+    return st.booleans() if kind is bool else st.text("aé\"'\\\n\t #[]=\x00")
+
+
+@given(st.data())
+def test_every_valid_tree_survives_its_toml(data: st.DataObject) -> None:
+    raw: dict[str, Any] = {"optim": {"lr": 0.1}, "train": {"global_batch": 8, "duration": "2ep"}}
+    for key in data.draw(st.lists(st.sampled_from(KEYS), max_size=12)):
+        section, _, name = key.rpartition(".")
+        (raw.setdefault(section, {}) if section else raw)[name] = data.draw(values_of(key))
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError:  # an impossible combination
+        return
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config

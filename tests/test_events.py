@@ -1,0 +1,199 @@
+"""Records through their file and back, and what a torn line or a full disk does."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import LockstepError
+from lockstep.events import (
+    KINDS,
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    Event,
+    EventLog,
+    Notice,
+    RunEnded,
+    RunStarted,
+    StepDone,
+    encode,
+    read_events,
+)
+
+EVENTS: list[Event] = [
+    RunStarted(
+        time_s=1.0,
+        run="quickstart-1",
+        recipe="quickstart",
+        config={"optim": {"lr": 0.1}},
+        world_size=2,
+        device="cpu",
+        num_train=64,
+        num_val=32,
+        num_classes=10,
+        num_parameters=1234,
+        steps_total=20,
+        steps_per_epoch=10,
+        start_step=0,
+        versions={"torch": "2"},
+    ),
+    StepDone(
+        time_s=2.0,
+        step=10,
+        epoch=1.0,
+        loss=2.5,
+        top1=0.25,
+        lr=0.1,
+        images_per_second=100.0,
+        input_s=0.01,
+        compute_s=0.08,
+        comm_s=0.01,
+        step_s=0.1,
+    ),
+    EpochDone(time_s=3.0, epoch=0, ledger="00ff", ledger_ok=True, bad_samples=1),
+    Evaluated(
+        time_s=4.0, step=10, epoch=1.0, top1=0.5, top5=0.75, correct1=16, correct5=24, total=32, loss=1.5, seconds=0.5
+    ),
+    CheckpointSaved(time_s=5.0, step=10, path="checkpoints/step-10", bytes=4096, seconds=0.1),
+    Notice(time_s=6.0, level="warning", text="résumé – a bad sample", rank=1),
+    RunEnded(
+        time_s=7.0,
+        status="finished",
+        step=20,
+        epoch=2.0,
+        wall_s=6.0,
+        train_s=2.0,
+        images=128,
+        images_per_second=64.0,
+        speed_one_rank=40.0,
+        world_size=2,
+        efficiency=0.8,
+        share_compute=0.8,
+        share_comm=0.15,
+        share_input=0.05,
+    ),
+]
+
+
+def never(notice: Notice) -> None:
+    raise AssertionError(notice)
+
+
+def write(path: Path, events: list[Event]) -> None:
+    log = EventLog(path, never)
+    for event in events:
+        log.emit(event)
+    log.close()
+
+
+def test_every_kind_survives_its_file(tmp_path: Path) -> None:
+    assert {event.kind for event in EVENTS} == set(KINDS)
+    write(tmp_path / "events.jsonl", EVENTS)
+    assert read_events(tmp_path / "events.jsonl") == EVENTS
+
+
+def test_each_record_is_one_json_line_that_opens_with_its_kind(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", EVENTS)
+    lines = (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [next(iter(json.loads(line).items())) for line in lines] == [("kind", event.kind) for event in EVENTS]
+
+
+def test_a_record_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", never)
+    log.emit(EVENTS[1])
+    assert read_events(tmp_path / "events.jsonl") == [EVENTS[1]]
+    log.close()
+
+
+def test_a_record_is_stamped_with_the_time_it_was_made() -> None:
+    early, late = (Notice(level="info", text="") for _ in range(2))
+    assert 1.7e9 < early.time_s <= late.time_s
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_when_read(tmp_path: Path) -> None:
+    values = {**vars(EVENTS[1]), "loss": math.inf}
+    write(tmp_path / "events.jsonl", [StepDone(**values)])
+    assert json.loads((tmp_path / "events.jsonl").read_text())["loss"] is None
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert isinstance(event, StepDone)
+    assert math.isnan(event.loss)
+
+
+def test_an_unknown_speed_stays_unknown(tmp_path: Path) -> None:
+    ended = RunEnded(**{**vars(EVENTS[-1]), "speed_one_rank": None, "efficiency": None})
+    write(tmp_path / "events.jsonl", [ended])
+    assert read_events(tmp_path / "events.jsonl") == [ended]
+
+
+@pytest.mark.parametrize("kept", range(1, 40, 7))
+def test_a_torn_last_line_is_left_out(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(encode(EVENTS[1]).encode() + b"\n" + encode(EVENTS[5]).encode()[:kept])
+    assert read_events(path) == [EVENTS[1]]
+
+
+def test_a_line_torn_inside_a_letter_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    whole = encode(EVENTS[5]).encode()
+    path.write_bytes(whole[: whole.index("é".encode()) + 1])
+    assert read_events(path) == []
+
+
+def test_a_resumed_run_does_not_lose_its_first_record_to_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"StepDo')
+    write(path, EVENTS[:2])
+    assert read_events(path) == EVENTS[:2]
+
+
+def test_kinds_and_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    newer = {**json.loads(encode(EVENTS[2])), "colour": "green"}
+    path.write_text(f'{{"kind":"Teleported"}}\n3\n{json.dumps(newer)}\n')
+    assert read_events(path) == [EVENTS[2]]
+
+
+def test_a_record_without_its_fields_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"kind":"EpochDone","epoch":1}\n')
+    with pytest.raises(LockstepError, match=r"was not written by this version of Lockstep"):
+        read_events(path)
+
+
+def test_a_full_disk_warns_once_and_training_goes_on() -> None:
+    heard: list[Notice] = []
+    log = EventLog(Path("/dev/full"), heard.append)
+    for event in EVENTS:
+        log.emit(event)
+    log.close()
+    (notice,) = heard
+    assert notice.level == "warning"
+    assert notice.text == (
+        "Cannot write to /dev/full: No space left on device; training goes on, and some of its records are lost."
+    )
+
+
+def test_records_after_a_half_written_one_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Notice] = []
+    log = EventLog(tmp_path / "events.jsonl", heard.append)
+    real_write = os.write
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", lambda file, line: real_write(file, line[:10]))
+        log.emit(EVENTS[0])
+    log.emit(EVENTS[1])
+    log.close()
+    assert len(heard) == 1
+    assert read_events(tmp_path / "events.jsonl") == [EVENTS[1]]
+
+
+def test_a_log_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r"^Cannot write the event log .*: No such file or directory\.$"):
+        EventLog(tmp_path / "none" / "events.jsonl", never)
+
+
+def test_a_missing_log_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r"^Cannot read the event log .*: No such file or directory\.$"):
+        read_events(tmp_path / "events.jsonl")
