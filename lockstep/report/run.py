@@ -1,0 +1,42 @@
+"""What listens to a run on rank 0: the event log, the display and, at the end, the summary."""
+
+from pathlib import Path
+
+from lockstep.errors import LockstepError
+from lockstep.events import Event, EventLog, Notice, RunEnded, Sink, read_events
+from lockstep.report.summary import summarize, write_summary
+
+
+class RunSink:
+    """Every record goes to the run's log, then to the display; the end of a run leaves its summary."""
+
+    def __init__(self, folder: Path, display: Sink) -> None:
+        self._folder = folder
+        self._display = display
+        self._log = EventLog(folder / "events.jsonl", warn=display.emit)
+
+    def emit(self, event: Event) -> None:
+        self._log.emit(event)
+        if isinstance(event, RunEnded):
+            self._summarize()
+        self._display.emit(event)
+
+    def close(self) -> None:
+        self._display.close()
+        self._log.close()
+
+    def _summarize(self) -> None:
+        try:
+            write_summary(self._folder / "summary.json", summarize(read_events(self._log.path)))
+        except LockstepError as error:  # a full disk costs the summary, not the run
+            self._display.emit(Notice(level="warning", text=str(error)))
+
+
+class SilentSink:
+    """Hears everything and says nothing: every rank but the first."""
+
+    def emit(self, event: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,131 @@
+"""A run in a few numbers: what `summary.json` holds.
+
+A run that was resumed has several parts in one file, each opened by a `RunStarted`. Accuracy, ledger and wall time are
+those of all parts; speeds (T, S, N, e and the shares of time) are the last part's, which may have had other ranks.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
+
+# Below this share of the time, a wait is not worth advice.
+NOTEWORTHY_SHARE = 0.05
+
+
+def summarize(events: Iterable[Event]) -> dict[str, Any]:
+    """The summary of a run from its records, finished or not; what is not known is None."""
+    parts = split_parts(events)
+    if not parts:
+        raise LockstepError("The event log holds no run, so there is nothing to summarize.")
+    last = parts[-1]
+    start, ended = last[0], next((event for event in last if isinstance(event, RunEnded)), None)
+    assert isinstance(start, RunStarted)
+    step = max((event.step for event in last if isinstance(event, StepDone | RunEnded)), default=start.start_step)
+    return {
+        "run": start.run,
+        "recipe": start.recipe,
+        "status": ended.status if ended else "unfinished",
+        **_accuracy(parts),
+        **_speed(start.world_size, ended),
+        "steps": step,
+        "epochs": step / start.steps_per_epoch,
+        "wall_s": sum(map(_wall_s, parts)),
+        "resumed": len(parts) - 1,
+        **_samples(parts),
+        "num_parameters": start.num_parameters,
+        "device": start.device,
+        "versions": start.versions,
+    }
+
+
+def split_parts(events: Iterable[Event]) -> list[list[Event]]:
+    """The records of each start of the run; each part begins with its `RunStarted`."""
+    parts: list[list[Event]] = []
+    for event in events:
+        if isinstance(event, RunStarted):
+            parts.append([])
+        if parts:
+            parts[-1].append(event)
+    return parts
+
+
+def spent_sentence(share_compute: float, share_comm: float, share_input: float) -> str:
+    """What the training time was spent on, and the advice that follows from the largest waste."""
+    spent = (
+        f"Computing took {100 * share_compute:.0f} % of the time, communication {100 * share_comm:.0f} % "
+        f"and waiting for input {100 * share_input:.0f} %"
+    )
+    if max(share_comm, share_input) < NOTEWORTHY_SHARE:
+        return f"{spent}; the devices were kept busy."
+    if share_comm >= share_input:
+        return f"{spent}; more samples per rank (a larger train.global_batch or fewer ranks) would lower communication."
+    return f"{spent}; more decoding threads (data.decode_threads) or faster storage would shorten the wait."
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write the summary whole or not at all."""
+    aside = path.with_name(path.name + ".part")
+    try:
+        aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        raise LockstepError(f"Cannot write the summary {path}: {error.strerror}.") from None
+
+
+def _wall_s(part: list[Event]) -> float:
+    """How long a part lasted; a killed one until the last record of its work."""
+    ended = (event.wall_s for event in part if isinstance(event, RunEnded))
+    # A resume may give notice before its `RunStarted`: that is not time this part was running.
+    last_s = max(event.time_s for event in part if not isinstance(event, Notice))
+    return next(ended, last_s - part[0].time_s)
+
+
+def _accuracy(parts: list[list[Event]]) -> dict[str, Any]:
+    """The last and the best evaluation, and when each came, in seconds of running since the very first start."""
+    reached: list[tuple[Evaluated, float]] = []
+    before_s = 0.0
+    for part in parts:
+        start = part[0]
+        assert isinstance(start, RunStarted)
+        # What came after the checkpoint this part resumed from was lost and done again.
+        reached = [(event, wall_s) for event, wall_s in reached if event.step <= start.start_step]
+        reached += [(event, before_s + event.time_s - start.time_s) for event in part if isinstance(event, Evaluated)]
+        before_s += _wall_s(part)
+    points = [{"step": event.step, "top1": event.top1, "wall_s": wall_s} for event, wall_s in reached]
+    final = reached[-1][0] if reached else None
+    return {
+        "top1": final.top1 if final else None,
+        "top5": final.top5 if final else None,
+        "best": max(points, key=lambda point: point["top1"], default=None),  # the earliest of equals
+        "time_to_accuracy": points,
+    }
+
+
+def _speed(world_size: int, ended: RunEnded | None) -> dict[str, Any]:
+    """T = S · N · e, and the shares of the training time."""
+    return {
+        "world_size": world_size,
+        "images_per_second": ended.images_per_second if ended else None,
+        "T": ended.images_per_second if ended else None,
+        "S": ended.speed_one_rank if ended else None,
+        "N": world_size,
+        "e": ended.efficiency if ended else None,
+        "share_compute": ended.share_compute if ended else None,
+        "share_comm": ended.share_comm if ended else None,
+        "share_input": ended.share_input if ended else None,
+    }
+
+
+def _samples(parts: list[list[Event]]) -> dict[str, Any]:
+    """Whether every sample was seen exactly once an epoch, as the ledger certifies, and how many were unreadable."""
+    epochs = {event.epoch: event for part in parts for event in part if isinstance(event, EpochDone)}
+    return {
+        "ledger": epochs[max(epochs)].ledger if epochs else None,
+        "ledger_ok": all(event.ledger_ok for event in epochs.values()) if epochs else None,
+        "bad_samples": max((event.bad_samples for event in epochs.values()), default=0),
+    }

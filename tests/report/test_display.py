@@ -1,0 +1,182 @@
+"""Both displays, line by line."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from lockstep.events import Event, Notice
+from lockstep.report import display
+from lockstep.report.display import LiveDisplay, PlainDisplay, build_display, fit, progress
+from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
+
+RUN: list[Event] = [
+    started(1000),
+    stepped(1, 1001),
+    stepped(2, 1002),  # too soon for a line
+    stepped(10, 1006),
+    epoch_done(0, 1006),
+    evaluated(10, 1008, top1=0.6),
+    saved(10, 1008),
+    Notice(time_s=1009, level="warning", text="a.JPEG cannot be read: [bold]truncated", rank=1),
+    stepped(40, 1030),
+    evaluated(40, 1032, top1=0.85),
+    ended(40, 1033, wall_s=93.4),
+]
+
+
+def show(events: list[Event], console: Console) -> str:
+    shown = build_display(console, Path("runs/tiny-1"))
+    for event in events:
+        shown.emit(event)
+    shown.close()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def terminal(width: int = 80, color: bool = False) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=24, no_color=not color, _environ={"TERM": "xterm"}
+    )
+
+
+def test_plain_lines() -> None:
+    assert show(RUN, Console(file=io.StringIO())).splitlines() == [
+        "tiny: 1.50 M parameters, 320 samples, 10 classes, 2 ranks (test CPU)",
+        "epoch 0.1/4  step 1/40  loss 1.250  train 50.0 %  lr 0.1  64.0 images/s  0:22 left",
+        "epoch 1.0/4  step 10/40  loss 1.250  train 50.0 %  lr 0.1  64.0 images/s  0:17 left",
+        "validation at epoch 1: top-1 60.0 %, top-5 90.0 %  (100 in 2.0 s)",
+        "checkpoint at step 10  (6.1 MB in 3.0 s)",
+        "warning: rank 1: a.JPEG cannot be read: [bold]truncated",
+        "epoch 4.0/4  step 40/40  loss 1.250  train 50.0 %  val 60.0 %  lr 0.1  64.0 images/s  0:00 left",
+        "validation at epoch 4: top-1 85.0 %, top-5 90.0 %  (100 in 2.0 s)",
+        "status             finished after 1:33, 40 steps",
+        "top-1              85.0 %  (85 of 100)",
+        "top-5              90.0 %  (90 of 100)",
+        "T  throughput      64.0 images/s  (T = S x N x e)",
+        "S  one rank alone  40.0 images/s",
+        "N  ranks           2",
+        "e  efficiency      80.0 %",
+        "run folder         runs/tiny-1",
+        "Computing took 80 % of the time, communication 15 % and waiting for input 5 %; "
+        "more samples per rank (a larger train.global_batch or fewer ranks) would lower communication.",
+    ]
+
+
+def test_plain_output_is_ascii_without_control_characters() -> None:
+    events = [*RUN, Notice(level="info", text="\x1b[31mred\x07 one\ntwo")]
+    text = show(events, Console(file=io.StringIO()))
+    assert text.isascii()
+    assert all(character.isprintable() for character in text.replace("\n", ""))
+    assert text.endswith(" [31mred  one two\n")
+
+
+def test_plain_output_writes_what_a_narrow_encoding_cannot_as_escapes() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    PlainDisplay(Console(file=stream), Path()).emit(Notice(level="info", text="résumé"))
+    assert raw.getvalue() == b"r\\xe9sum\\xe9\n"
+
+
+def test_a_reader_that_went_away_does_not_stop_a_run() -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    PlainDisplay(Console(file=Closed()), Path()).emit(started())
+
+
+def test_a_ledger_that_does_not_add_up_is_a_warning() -> None:
+    text = show([started(), epoch_done(2, 1010, ledger_ok=False)], Console(file=io.StringIO()))
+    assert text.endswith("warning: epoch 3 did not see every sample exactly once\n")
+
+
+def test_a_run_that_failed_before_training_says_why() -> None:
+    end = ended(
+        0,
+        1001,
+        wall_s=1.0,
+        status="failed",
+        reason="no data",
+        images_per_second=0.0,
+        speed_one_rank=None,
+        efficiency=None,
+        share_compute=0.0,
+        share_comm=0.0,
+        share_input=0.0,
+    )
+    assert show([started(), end], Console(file=io.StringIO())).splitlines()[1:] == [
+        "status         failed after 0:01, 0 steps",
+        "reason         no data",
+        "T  throughput  0.00 images/s  (T = S x N x e)",
+        "run folder     runs/tiny-1",
+    ]
+
+
+def test_a_terminal_gets_the_live_view_and_anything_else_plain_lines() -> None:
+    assert isinstance(build_display(terminal(), Path()), LiveDisplay)
+    assert isinstance(build_display(Console(file=io.StringIO()), Path()), PlainDisplay)
+    dumb = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
+    assert isinstance(build_display(dumb, Path()), PlainDisplay)
+
+
+def test_the_live_view_says_where_training_stands() -> None:
+    console = terminal()
+    text = show(RUN[:6], console)
+    assert "tiny   epoch 1.0/4   step 10/40" in text
+    assert "25 %  0:21 left" in text  # 30 steps of 0.5 s, 3 evaluations of 2 s
+    assert "loss 1.250   train 50.0 %   val 60.0 %   lr 0.1   64.0 images/s" in text
+    assert "validation at epoch 1: top-1 60.0 %, top-5 90.0 %" in text
+
+
+def test_the_live_view_ends_with_the_result_and_a_visible_cursor() -> None:
+    text = show(RUN, terminal())
+    end = text[text.rindex("\x1b[?25h") :]
+    assert "85.0 %  (85 of 100)" in end
+    assert "e  efficiency      80.0 %" in end
+    assert "Computing took 80 % of the time" in end
+
+
+def test_the_live_view_leaves_the_cursor_visible_when_a_run_breaks_off() -> None:
+    text = show(RUN[:4], terminal())
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+def test_text_in_brackets_is_not_taken_for_markup() -> None:
+    assert "[bold]truncated" in show(RUN, terminal())
+
+
+def test_no_color_is_respected() -> None:
+    assert "\x1b[32m" in show(RUN, terminal(color=True))
+    assert "\x1b[32m" not in show(RUN, terminal(color=False))
+
+
+def test_a_narrow_terminal_breaks_lines_between_fields_only() -> None:
+    assert fit(["loss 1.250", "train 50.0 %", "lr 0.1"], width=26) == "loss 1.250   train 50.0 %\nlr 0.1"
+
+
+def test_preparation_in_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 5.0, 5.5])
+    monkeypatch.setattr(display.time, "monotonic", lambda: next(now))
+    console = Console(file=io.StringIO())
+    report = progress("Rendering images", console)
+    for done in (0, 1000, 2000, 4000):
+        report(done, 4000)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines() == [
+        "Rendering images: 0/4,000 (0.0 %)",
+        "Rendering images: 2,000/4,000 (50.0 %)",
+        "Rendering images: 4,000/4,000 (100.0 %)",
+    ]
+
+
+def test_preparation_in_a_terminal_is_one_line_redrawn() -> None:
+    console = terminal()
+    report = progress("Rendering images", console)
+    report(0, 30)
+    report(30, 30)
+    assert isinstance(console.file, io.StringIO)
+    bare = re.sub("\x1b\\[[0-9]*m", "", console.file.getvalue())
+    assert bare == f"Rendering images {'-' * 30} 0/30\rRendering images {'=' * 30} 30/30\n"
