@@ -1,0 +1,136 @@
+"""ResNet v1.5 (He et al. 2016, with the stride in the 3×3 convolution): images → logits, step 6 of the walk.
+
+Parameter names, shapes and order are torchvision's, so that weights move both ways.
+"""
+
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+Stem = Literal["imagenet", "cifar"]
+
+# Pixels of the image to one pixel of the last stage.
+STRIDE: dict[Stem, int] = {"imagenet": 32, "cifar": 8}
+
+
+def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the size at stride 1, without the bias that batch norm would cancel."""
+    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    """The projection of a block that changes the shape; None where the shortcut is the identity."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3×3 convolutions: the block of ResNet-18 and 34."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _convolution(in_channels, channels, 3, stride)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _convolution(channels, channels, 3)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.downsample = _shortcut(in_channels, channels, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn2
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = functional.relu_(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        return functional.relu_(x.add_(shortcut))
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 with the stride, 1×1 to four times the channels: the block of ResNet-50 and deeper."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+        super().__init__()
+        out_channels = channels * self.expansion
+        self.conv1 = _convolution(in_channels, channels, 1)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = _convolution(channels, channels, 3, stride)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = _convolution(channels, out_channels, 1)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.downsample = _shortcut(in_channels, out_channels, stride)
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn3
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = functional.relu_(self.bn1(self.conv1(x)))
+        x = functional.relu_(self.bn2(self.conv2(x)))
+        x = self.bn3(self.conv3(x))
+        return functional.relu_(x.add_(shortcut))
+
+
+Block = type[BasicBlock] | type[Bottleneck]
+
+# Depth → the block and how many of them each of the four stages has.
+PLANS: dict[int, tuple[Block, tuple[int, int, int, int]]] = {
+    18: (BasicBlock, (2, 2, 2, 2)),
+    34: (BasicBlock, (3, 4, 6, 3)),
+    50: (Bottleneck, (3, 4, 6, 3)),
+    101: (Bottleneck, (3, 4, 23, 3)),
+    152: (Bottleneck, (3, 8, 36, 3)),
+}
+
+
+class ResNet(nn.Module):
+    """A stem, four stages, the mean over the image, a classifier; later stages halve the side, double the channels."""
+
+    def __init__(
+        self,
+        block: Block,
+        stage_blocks: tuple[int, int, int, int],
+        num_classes: int,
+        stem: Stem,
+        width: int,
+        zero_init_residual: bool,
+    ) -> None:
+        super().__init__()
+        self.zero_init_residual = zero_init_residual  # read by `initialize`
+        self.conv1 = _convolution(3, width, 7, stride=2) if stem == "imagenet" else _convolution(3, width, 3)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if stem == "imagenet" else nn.Identity()
+        out = width * block.expansion  # channels out of the first stage
+        self.layer1 = _stage(block, stage_blocks[0], width, width, stride=1)
+        self.layer2 = _stage(block, stage_blocks[1], out, 2 * width, stride=2)
+        self.layer3 = _stage(block, stage_blocks[2], 2 * out, 4 * width, stride=2)
+        self.layer4 = _stage(block, stage_blocks[3], 4 * out, 8 * width, stride=2)
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(8 * out, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.maxpool(functional.relu_(self.bn1(self.conv1(images))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        return logits
+
+
+def _stage(block: Block, num_blocks: int, in_channels: int, channels: int, stride: int) -> nn.Sequential:
+    """Blocks of one size; the first takes the stride and the change of channels."""
+    first = block(in_channels, channels, stride)
+    return nn.Sequential(first, *(block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)))
+
+
+def build_resnet(
+    depth: int, num_classes: int, stem: Stem = "imagenet", width: int = 64, zero_init_residual: bool = True
+) -> ResNet:
+    """Build a ResNet; `width` scales every stage, 64 being the published network."""
+    block, stage_blocks = PLANS[depth]
+    return ResNet(block, stage_blocks, num_classes, stem, width, zero_init_residual)
