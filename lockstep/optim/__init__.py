@@ -1,0 +1,1 @@
+"""Gradients → weights: storage, update rules, schedules and the loss."""

@@ -1,0 +1,53 @@
+"""LAMB (You et al. 2020, algorithm 2): Adam's direction at a rate ∝ ‖w‖; gradients → weights, step 12 of the walk.
+
+m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  m̂ = m/(1 − β₁ᵗ);  v̂ = v/(1 − β₂ᵗ);
+r = m̂/(√v̂ + ε) + wd·w;  w ← w − lr·(‖w‖/‖r‖)·r.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from lockstep.layout import Layout
+from lockstep.optim.rule import Rule
+
+
+class Lamb(Rule):
+    """Layer-wise adaptive moments; slots that do not adapt follow AdamW."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-6,
+        weight_decay: float = 1e-4,
+    ) -> None:
+        super().__init__(layout, device, ("first_moment", "second_moment"))
+        self.beta1 = beta1
+        self.beta2 = beta2
+        self.epsilon = epsilon  # above zero: between the slots r is 0/(0 + ε)
+        self.weight_decay = weight_decay
+
+    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
+        """Update the weights in place; the gradients are left as scratch."""
+        self.step_count += 1
+        slots = self.segments
+        m, v = self._state["first_moment"], self._state["second_moment"]
+        m.lerp_(gradients, 1.0 - self.beta1)
+        v.mul_(self.beta2).addcmul_(gradients, gradients, value=1.0 - self.beta2)
+
+        m_correction = 1.0 - self.beta1**self.step_count
+        v_correction = 1.0 - self.beta2**self.step_count
+        r = torch.sqrt(v, out=gradients)
+        r.div_(math.sqrt(v_correction)).add_(self.epsilon)
+        torch.div(m, r, out=r).div_(m_correction)
+        slots.add_decay(r, weights, self.weight_decay)
+
+        w_norm, r_norm = slots.norms(weights), slots.norms(r)
+        trust = slots.trust(w_norm / r_norm, w_norm, r_norm)
+        slots.scale(r, lr * trust)
+        weights.sub_(r)

@@ -1,0 +1,44 @@
+"""LARS (You et al. 2017, algorithm 1): every slot at its own rate, ∝ ‖w‖/‖g‖; gradients → weights, step 12 of the walk.
+
+λ = η·‖w‖ / (‖g‖ + wd·‖w‖ + ε);  v ← m·v + lr·λ·(g + wd·w);  w ← w − v.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.layout import Layout
+from lockstep.optim.rule import Rule
+
+
+class Lars(Rule):
+    """Layer-wise adaptive rate scaling; slots that do not adapt follow momentum SGD with the rate inside."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-4,
+        trust_coefficient: float = 0.001,
+        epsilon: float = 0.0,
+    ) -> None:
+        super().__init__(layout, device, ("momentum",))
+        self.momentum = momentum
+        self.weight_decay = weight_decay
+        self.trust_coefficient = trust_coefficient
+        self.epsilon = epsilon
+
+    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
+        """Update the weights in place; the gradients are left as scratch."""
+        self.step_count += 1
+        slots = self.segments
+        w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
+        decayed_norm = g_norm + self.weight_decay * slots.decay * w_norm
+        trust = slots.trust(self.trust_coefficient * w_norm / (decayed_norm + self.epsilon), w_norm, g_norm)
+
+        update, v = gradients, self._state["momentum"]
+        slots.add_decay(update, weights, self.weight_decay)
+        slots.scale(update, lr * trust)
+        torch.add(update, v, alpha=self.momentum, out=v)
+        weights.sub_(v)

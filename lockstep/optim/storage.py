@@ -1,0 +1,69 @@
+"""A model's parameters as a flat array over one layout; built once, before step 0 of the walk.
+
+Afterwards every parameter is a view: the update rule writes the weights the model reads. Gradients live in a flat
+array over the same layout that the reducer owns; batch-norm statistics stay ordinary tensors.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import LockstepError
+from lockstep.layout import Layout, Slot
+
+
+@torch.no_grad()
+def build_weights(model: nn.Module, layout: Layout, device: torch.device | str) -> Tensor:
+    """Move the model to the device and its parameters, values kept, into the slots of one flat FP32 array."""
+    model.to(device)
+    weights = torch.zeros(layout.numel, device=device)
+    parameters = dict(model.named_parameters())
+    for slot, view in zip(layout.slots, views(weights, layout), strict=True):
+        parameter = parameters[slot.name]
+        view.copy_(parameter)
+        parameter.data = view
+    return weights
+
+
+def views(flat: Tensor, layout: Layout) -> list[Tensor]:
+    """Each slot of a flat array as a tensor of its parameter's shape; convolution weights lie channels-last."""
+    return [_view(flat, slot) for slot in layout.slots]
+
+
+def _view(flat: Tensor, slot: Slot) -> Tensor:
+    values = flat[slot.offset : slot.end]
+    if len(slot.shape) != 4:
+        return values.view(slot.shape)
+    out_channels, in_channels, height, width = slot.shape
+    return values.view(out_channels, height, width, in_channels).permute(0, 3, 1, 2)
+
+
+def named_arrays(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """A copy of every slot by parameter name, in forward order and the usual strides: the form of a checkpoint."""
+    named = zip(layout.slots, views(flat, layout), strict=True)
+    copies = {slot.name: view.clone(memory_format=torch.contiguous_format) for slot, view in named}
+    return dict(reversed(copies.items()))
+
+
+@torch.no_grad()
+def load_named(flat: Tensor, layout: Layout, arrays: Mapping[str, Tensor]) -> None:
+    """Fill a flat array from arrays by parameter name; nothing is written unless all names and shapes are right."""
+    names = {slot.name for slot in layout.slots}
+    if missing := sorted(names - arrays.keys()):
+        raise LockstepError(f"The array of parameter '{missing[0]}' is missing{_and_more(missing)}: {_ADVICE}")
+    if unknown := sorted(arrays.keys() - names):
+        raise LockstepError(f"The model has no parameter '{unknown[0]}'{_and_more(unknown)}: {_ADVICE}")
+    for slot in layout.slots:
+        if tuple(arrays[slot.name].shape) != slot.shape:
+            found = tuple(arrays[slot.name].shape)
+            raise LockstepError(f"Parameter '{slot.name}' has shape {slot.shape}, its array {found}: {_ADVICE}")
+    for slot, view in zip(layout.slots, views(flat, layout), strict=True):
+        view.copy_(arrays[slot.name])
+
+
+_ADVICE = "use the model settings these arrays were saved with."
+
+
+def _and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,64 @@
+"""Loss and counts against NumPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.optim.loss import count_correct, cross_entropy_sum
+
+
+def reference_loss(logits: Any, labels: Any, smoothing: float) -> float:
+    num_classes = logits.shape[1]
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    target = np.full(logits.shape, smoothing / num_classes)
+    target[np.arange(len(labels)), labels] += 1.0 - smoothing
+    return float(-(target * log_p).sum())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_the_loss_is_the_sum_over_samples(smoothing: float) -> None:
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(0, 3, (17, 10)), rng.integers(0, 10, 17)
+    found = cross_entropy_sum(torch.tensor(logits).float(), torch.tensor(labels), smoothing)
+    assert found.item() == pytest.approx(reference_loss(logits, labels, smoothing), rel=1e-6)
+
+
+def test_shares_of_a_batch_add_up_to_its_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(10, 4, generator=generator), torch.randint(0, 4, (10,), generator=generator)
+    shares = sum(cross_entropy_sum(logits[part], labels[part], 0.1) for part in (slice(0, 3), slice(3, 10)))
+    torch.testing.assert_close(shares, cross_entropy_sum(logits, labels, 0.1))
+
+
+def test_half_precision_logits_are_summed_in_fp32() -> None:
+    logits = torch.zeros(4096, 10, dtype=torch.bfloat16)
+    loss = cross_entropy_sum(logits, torch.zeros(4096, dtype=torch.long))
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(4096 * np.log(10), rel=1e-6)
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(-2, 2), min_size=6, max_size=6), st.integers(0, 5)), min_size=1, max_size=9)
+)
+def test_a_label_counts_when_fewer_than_k_classes_come_before_it(rows: list[tuple[list[int], int]]) -> None:
+    def place(scores: list[int], label: int) -> int:
+        return sorted(range(6), key=lambda c: (-scores[c], c)).index(label)
+
+    expected = [sum(place(scores, label) < k for scores, label in rows) for k in (1, 2, 5)]
+    logits = torch.tensor([scores for scores, _ in rows], dtype=torch.float32)
+    labels = torch.tensor([label for _, label in rows])
+    assert count_correct(logits, labels, k=(1, 2, 5)).tolist() == expected
+
+
+def test_with_fewer_than_five_classes_every_label_is_in_the_top_five() -> None:
+    counts = count_correct(torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]]), torch.tensor([0, 0]))
+    assert counts.tolist() == [1, 2]
+    assert counts.dtype == torch.int64
+
+
+def test_logits_that_are_not_numbers_are_never_correct() -> None:
+    assert count_correct(torch.full((3, 10), torch.nan), torch.tensor([0, 1, 2])).tolist() == [0, 0]

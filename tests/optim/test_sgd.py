@@ -1,0 +1,42 @@
+"""SGD with momentum against its equations and against torch.optim."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.layout import ParameterSpec
+from lockstep.optim.sgd import Sgd
+from lockstep.optim.storage import named_arrays
+
+SETTINGS: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.05}
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nesterov: bool) -> None:
+    def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
+        v = 0.0
+        for g, lr in zip(gradients, learning_rates, strict=True):
+            d = g + 0.05 * w if spec.decay else g
+            v = 0.8 * v + d
+            w = w - lr * (d + 0.8 * v if nesterov else v)
+        return w
+
+    problem.assert_follows(Sgd(problem.layout, nesterov=nesterov, **SETTINGS), reference)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_it_agrees_with_torch(problem: Any, learning_rates: list[float], nesterov: bool) -> None:
+    parameters = {name: torch.nn.Parameter(torch.tensor(a).float()) for name, a in problem.weights.items()}
+    decays = {slot.name: slot.decay for slot in problem.layout.slots}
+    groups = [{"params": [p], "weight_decay": 0.05 if decays[name] else 0.0} for name, p in parameters.items()]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.8, nesterov=nesterov, foreach=False)
+    for gradients, lr in zip(problem.gradients, learning_rates, strict=True):
+        for group, (name, parameter) in zip(optimizer.param_groups, parameters.items(), strict=True):
+            parameter.grad = torch.tensor(gradients[name]).float()
+            group["lr"] = lr
+        optimizer.step()
+
+    found = named_arrays(problem.run(Sgd(problem.layout, nesterov=nesterov, **SETTINGS)), problem.layout)
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
