@@ -1,0 +1,1 @@
+"""A batch, from disk to the device."""

@@ -1,0 +1,117 @@
+"""Where samples lie: sample number → encoded bytes and label (file 2 on the walk).
+
+A source is anything with the four members of `Source`; the order before it gives the numbers, the decoder after it
+takes the bytes. A generated data set is an image folder too (`generated.py`).
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.errors import LockstepError
+
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+
+
+class Source(Protocol):
+    """Numbered samples, each with encoded bytes, a label and a name for messages."""
+
+    @property
+    def num_samples(self) -> int: ...
+    @property
+    def labels(self) -> NDArray[np.int64]: ...
+    def read(self, index: int) -> bytes: ...
+    def name(self, index: int) -> str: ...
+
+
+class ImageFolder:
+    """One split of an image folder: `<root>/<class>/**/*.jpeg`, in sorted order, so the same on every rank."""
+
+    def __init__(self, root: Path, classes: tuple[str, ...]) -> None:
+        self.classes = classes
+        self._root = os.fsencode(root) + b"/"
+        paths: list[bytes] = []
+        counts: list[int] = []
+        for name in classes:
+            found = sorted(os.fsencode(path) for path in _find_images(root, name))
+            if not found:
+                raise LockstepError(f"The class folder {root / name} holds no images; add some or remove the folder.")
+            paths += found
+            counts.append(len(found))
+        # One joined string and an array of ends: millions of paths without millions of objects.
+        self._paths = b"".join(paths)
+        self._ends = np.fromiter(accumulate(map(len, paths), initial=0), np.int64)
+        self.labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.labels)
+
+    def _path(self, index: int) -> bytes:
+        return self._root + self._paths[self._ends[index] : self._ends[index + 1]]
+
+    def read(self, index: int) -> bytes:
+        """The encoded image; OSError when the file cannot be read."""
+        with open(self._path(index), "rb", buffering=0) as file:
+            return file.read()
+
+    def name(self, index: int) -> str:
+        """The file's path, for messages."""
+        return os.fsdecode(self._path(index))
+
+
+def _find_images(root: Path, folder: str) -> Iterator[str]:
+    """Paths relative to the root of all images in a folder and the folders below it."""
+    with os.scandir(root / folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.name.lower().endswith(IMAGE_SUFFIXES):
+                yield f"{folder}/{entry.name}"
+            elif entry.is_dir():
+                yield from _find_images(root, f"{folder}/{entry.name}")
+
+
+def _list_classes(root: Path) -> tuple[str, ...]:
+    """The class folders of one split, sorted."""
+    if not root.is_dir():
+        raise LockstepError(f"There is no folder {root}; data.path must name a folder that holds train/ and val/.")
+    with os.scandir(root) as entries:
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise LockstepError(f"{root} holds no class folders; expected one folder of images for each class.")
+    return tuple(classes)
+
+
+def _refuse_difference(extra: set[str], there: Path, missing: Path) -> None:
+    """Raise when a split has class folders that the other lacks."""
+    if extra:
+        names = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+        raise LockstepError(
+            f"{len(extra)} class folder(s) of {there} are missing from {missing}: {names}; "
+            "train/ and val/ must hold the same classes."
+        )
+
+
+def open_folder(root: str | Path) -> tuple[ImageFolder, ImageFolder]:
+    """The training and validation splits under a root; labels number the sorted class names, the same in both."""
+    root = Path(root).expanduser()
+    train, val = root / "train", root / "val"
+    try:
+        if not root.is_dir():
+            raise LockstepError(
+                f"The data path {root} is not a folder; set data.path to one that holds train/ and val/."
+            )
+        classes, val_classes = _list_classes(train), _list_classes(val)
+        _refuse_difference(set(classes) - set(val_classes), train, val)
+        _refuse_difference(set(val_classes) - set(classes), val, train)
+        return ImageFolder(train, classes), ImageFolder(val, classes)
+    except OSError as error:
+        raise LockstepError(
+            f"The data path {error.filename or root} cannot be read ({error.strerror}); check its permissions and disk."
+        ) from error

@@ -1,0 +1,101 @@
+"""Decoding: every kind of JPEG in the wild against Pillow or the picture it was made from; damage is a DecodeError."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lockstep.data import decode as module
+from lockstep.data.decode import DecodeError, decode
+
+
+def smooth_picture(height: int = 40, width: int = 56) -> np.ndarray:
+    """A picture without fine detail, which JPEG keeps within a few levels."""
+    y, x = np.mgrid[0 : 1 : height * 1j, 0 : 1 : width * 1j]
+    return (np.stack([x, y, 1 - x * y], axis=-1) * 200 + 25).astype(np.uint8)
+
+
+def encode(image: Image.Image, kind: str = "JPEG", **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def difference(left: np.ndarray, right: np.ndarray) -> int:
+    return int(np.abs(left.astype(int) - right.astype(int)).max())
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("progressive", [False, True])
+def test_color_jpeg_agrees_with_pillow(subsampling: int, progressive: bool) -> None:
+    data = encode(Image.fromarray(smooth_picture()), subsampling=subsampling, progressive=progressive, quality=90)
+    assert difference(decode(data), np.asarray(Image.open(io.BytesIO(data)))) <= 1
+
+
+def test_greyscale_becomes_three_equal_channels() -> None:
+    grey = smooth_picture()[..., 0]
+    pixels = decode(encode(Image.fromarray(grey), quality=95))
+    assert pixels.shape == (*grey.shape, 3)
+    assert difference(pixels, np.repeat(grey[..., None], 3, axis=2)) <= 4
+
+
+def test_cmyk_gives_the_colors_it_was_made_from() -> None:
+    picture = smooth_picture()
+    data = encode(Image.fromarray(picture).convert("CMYK"), quality=95)
+    assert difference(decode(data), picture) <= 8
+
+
+def test_ycck_gives_the_colors_it_was_made_from() -> None:
+    picture = smooth_picture()
+    # Adobe's YCCK holds C, M, Y as the YCbCr of an RGB picture of the inks, and K inverted. Pillow inverts the planes
+    # it is given, so they go in inverted; the marker's last byte then says that they are YCCK.
+    ycc = np.asarray(Image.fromarray(255 - picture).convert("YCbCr"))
+    planes = np.concatenate([255 - ycc, np.zeros_like(ycc[..., :1])], axis=-1)
+    data = encode(Image.frombytes("CMYK", (picture.shape[1], picture.shape[0]), planes.tobytes()), quality=95)
+    marker = data.index(b"Adobe")
+    assert data[marker + 11] == 0
+    patched = data[: marker + 11] + b"\x02" + data[marker + 12 :]
+    assert difference(decode(patched), picture) <= 8
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "L", "LA", "1"])
+def test_png_under_any_name_is_read(mode: str) -> None:
+    image = Image.fromarray(smooth_picture()).convert(mode)
+    assert difference(decode(encode(image, "PNG")), np.asarray(image.convert("RGB"))) == 0
+
+
+def test_sixteen_bit_png_keeps_its_range() -> None:
+    levels = np.linspace(0, 65535, 40 * 56).reshape(40, 56).astype(np.uint16)
+    pixels = decode(encode(Image.fromarray(levels), "PNG"))
+    assert np.array_equal(pixels, np.repeat((levels // 256).astype(np.uint8)[..., None], 3, axis=2))
+
+
+def test_bytes_after_the_end_of_a_jpeg_do_no_harm() -> None:
+    data = encode(Image.fromarray(smooth_picture()))
+    assert np.array_equal(decode(data + b"trailing bytes"), decode(data))
+
+
+def test_pixels_can_be_written() -> None:
+    assert decode(encode(Image.fromarray(smooth_picture()), "PNG")).flags.writeable
+    assert decode(encode(Image.fromarray(smooth_picture()))).flags.writeable
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_a_truncated_jpeg_is_refused(share: float) -> None:
+    data = encode(Image.fromarray(smooth_picture()))
+    with pytest.raises(DecodeError):
+        decode(data[: int(share * len(data))])
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xd8", b"not an image", bytes(2000)])
+def test_what_is_no_image_is_refused_with_a_reason(data: bytes) -> None:
+    with pytest.raises(DecodeError, match=r"\w{3}"):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_image_beyond_the_pixel_limit_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_PIXELS", 40 * 56 - 1)
+    with pytest.raises(DecodeError, match="56 × 40 is more than 2239 pixels"):
+        decode(encode(Image.fromarray(smooth_picture()), kind))

@@ -1,0 +1,308 @@
+"""The pipeline: what a batch holds depends on (seed, epoch, position) alone; bad samples and threads are dealt with."""
+
+import io
+import subprocess
+import sys
+import threading
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lockstep.data.decode import decode
+from lockstep.data.generated import build_generated
+from lockstep.data.order import Cursor, expected_ledger
+from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
+from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.errors import LockstepError
+
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+CPU = torch.device("cpu")
+NUM_TRAIN, NUM_VAL = 70, 50
+
+
+class Images:
+    """Small pictures in memory, the number of each in its colour; the bad ones are cut short."""
+
+    def __init__(self, num_samples: int, bad: tuple[int, ...] = ()) -> None:
+        self.num_samples = num_samples
+        self.labels = np.arange(num_samples, dtype=np.int64)
+        self.bad = bad
+
+    def read(self, index: int) -> bytes:
+        if index in self.bad:
+            return b"\xff\xd8 cut short"
+        file = io.BytesIO()
+        Image.new("RGB", (12, 10), (index, 2 * index % 256, 255 - index)).save(file, "PNG")
+        return file.getvalue()
+
+    def name(self, index: int) -> str:
+        return f"picture-{index}.png"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImageFolder, ImageFolder]:
+    return open_folder(build_generated(tmp_path_factory.mktemp("cache"), NUM_TRAIN, NUM_VAL))
+
+
+def train_pipeline(source: ImageFolder | Images, **changes: object) -> TrainPipeline:
+    options = {
+        "global_batch": 16,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 3,
+        "image_size": 32,
+        "crop_area": (0.3, 1.0),
+        "crop_ratio": (0.75, 4 / 3),
+        "flip": True,
+        "mean": MEAN,
+        "std": STD,
+        "threads": 2,
+        "prefetch_batches": 2,
+        "device": CPU,
+        "start": Cursor(),
+        "bad_share": 0.0,
+    }
+    return TrainPipeline(source, **(options | changes))
+
+
+def eval_pipeline(source: ImageFolder | Images, **changes: object) -> EvalPipeline:
+    options = {
+        "batch_size": 8,
+        "rank": 0,
+        "world_size": 1,
+        "image_size": 32,
+        "eval_resize": 40,
+        "mean": MEAN,
+        "std": STD,
+        "threads": 2,
+        "prefetch_batches": 2,
+        "device": CPU,
+        "bad_share": 0.0,
+    }
+    return EvalPipeline(source, **(options | changes))
+
+
+def take(count: int, pipeline: TrainPipeline) -> list[Batch]:
+    with pipeline:
+        return list(islice(pipeline, count))
+
+
+def same(left: Batch, right: Batch) -> bool:
+    return (
+        torch.equal(left.images, right.images)
+        and torch.equal(left.labels, right.labels)
+        and left.samples.tolist() == right.samples.tolist()
+        and (left.global_size, left.epoch, left.cursor) == (right.global_size, right.epoch, right.cursor)
+    )
+
+
+def test_a_batch_is_network_input(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    (batch,) = take(1, train_pipeline(folder[0]))
+    assert batch.images.shape == (16, 3, 32, 32)
+    assert batch.images.dtype == torch.float32
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert batch.labels.tolist() == folder[0].labels[batch.samples].tolist()
+    assert -2.0 <= batch.images.min() < 0 < batch.images.max() <= 2.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_any_number_of_ranks_sees_the_same_pixels(folder: tuple[ImageFolder, ImageFolder], world_size: int) -> None:
+    alone = take(7, train_pipeline(folder[0]))
+    ranks = [
+        take(7, train_pipeline(folder[0], rank=rank, world_size=world_size, threads=1)) for rank in range(world_size)
+    ]
+    for step, whole in enumerate(alone):
+        parts = [batches[step] for batches in ranks]
+        assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
+        assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+        assert {part.global_size for part in parts} == {whole.global_size}
+        assert {part.cursor for part in parts} == {whole.cursor}
+
+
+@pytest.mark.parametrize(("threads", "prefetch_batches"), [(1, 1), (3, 4)])
+def test_threads_and_depth_change_nothing(
+    folder: tuple[ImageFolder, ImageFolder], threads: int, prefetch_batches: int
+) -> None:
+    changed = take(6, train_pipeline(folder[0], threads=threads, prefetch_batches=prefetch_batches))
+    assert all(map(same, take(6, train_pipeline(folder[0])), changed))
+
+
+@pytest.mark.parametrize("after", [1, 4, 5, 8])
+def test_resuming_continues_with_the_same_batches(folder: tuple[ImageFolder, ImageFolder], after: int) -> None:
+    unbroken = take(11, train_pipeline(folder[0]))
+    resumed = take(11 - after, train_pipeline(folder[0], start=unbroken[after - 1].cursor))
+    assert all(map(same, unbroken[after:], resumed))
+
+
+def test_an_epoch_ends_with_a_smaller_batch_and_the_next_differs(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    batches = take(6, train_pipeline(folder[0]))
+    assert [len(batch.labels) for batch in batches] == [16, 16, 16, 16, 6, 16]
+    assert [batch.epoch for batch in batches] == [0, 0, 0, 0, 0, 1]
+    assert batches[0].samples.tolist() != batches[5].samples.tolist()
+
+
+def test_a_sample_is_cropped_anew_each_epoch(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    first, second = take(2, train_pipeline(folder[0], global_batch=NUM_TRAIN))
+    images = first.images[first.samples.argsort()], second.images[second.samples.argsort()]
+    assert (images[0] != images[1]).flatten(1).any(1).all()
+
+
+def test_the_ledger_counts_what_was_handed_out(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with train_pipeline(folder[0]) as pipeline:
+        for _ in range(5):
+            next(pipeline)
+        assert pipeline.ledger == expected_ledger(NUM_TRAIN, 0)
+
+
+def test_a_rank_without_samples_gets_an_empty_batch() -> None:
+    batches = take(1, train_pipeline(Images(2), rank=0, world_size=3, global_batch=2))
+    assert batches[0].images.shape == (0, 3, 32, 32)
+    assert batches[0].labels.shape == (0,)
+    assert batches[0].global_size == 2
+
+
+def test_a_bad_sample_is_replaced_by_its_next_readable_neighbour() -> None:
+    source = Images(20, bad=(4, 5, 19))
+    with train_pipeline(source, global_batch=20, bad_share=0.15) as pipeline:
+        batches = [next(pipeline) for _ in range(2)]
+        assert sorted(pipeline.bad) == [4, 5, 19]
+        assert pipeline.bad[4].startswith("picture-4.png (cannot identify image")
+    for batch in batches:
+        assert sorted(batch.samples.tolist()) == list(range(20))
+        replaced = {4: 6, 5: 6, 19: 0}
+        assert batch.labels.tolist() == [replaced.get(sample, sample) for sample in batch.samples.tolist()]
+        levels = torch.round((batch.images[:, 0].mean((1, 2)) * STD[0] + MEAN[0]) * 255)
+        assert levels.tolist() == batch.labels.tolist()
+
+
+def test_too_many_bad_samples_stop_the_run_with_their_names() -> None:
+    source = Images(40, bad=tuple(range(10, 20)))
+    sentence = r"3 of 40 samples .* allows 2: picture-1\d\.png .* raise data\.bad_share\."
+    with pytest.raises(LockstepError, match=sentence):
+        take(3, train_pipeline(source, bad_share=0.05, threads=1))
+
+
+def test_a_set_without_any_readable_sample_stops() -> None:
+    with pytest.raises(LockstepError, match="None of the 3 samples can be read"):
+        take(1, train_pipeline(Images(3, bad=(0, 1, 2)), bad_share=1.0))
+
+
+def test_a_file_that_vanished_is_a_bad_sample(tmp_path: Path) -> None:
+    source, _ = open_folder(build_generated(tmp_path, 20, 10))
+    Path(source.name(7)).unlink()
+    with train_pipeline(source, global_batch=20, bad_share=0.05) as pipeline:
+        next(pipeline)
+        assert pipeline.bad == {7: f"{source.name(7)} (No such file or directory)"}
+
+
+def test_evaluation_sees_the_whole_set_in_order(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with eval_pipeline(folder[1]) as pipeline:
+        batches = list(pipeline)
+    assert [len(batch.labels) for batch in batches] == [8, 8, 8, 8, 8, 8, 2]
+    assert torch.cat([batch.labels for batch in batches]).tolist() == folder[1].labels.tolist()
+    image = Image.fromarray(decode(folder[1].read(9))).resize((40, 40), Image.Resampling.BILINEAR).crop((4, 4, 36, 36))
+    expected = (np.asarray(image) / 255 - 0.5) / 0.25
+    assert np.abs(batches[1].images[1].permute(1, 2, 0).numpy() - expected).max() < 2.5 / 255 / 0.25  # two levels
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 9])
+def test_evaluation_batches_are_the_same_for_any_number_of_ranks(
+    folder: tuple[ImageFolder, ImageFolder], world_size: int
+) -> None:
+    with eval_pipeline(folder[1]) as pipeline:
+        alone = list(pipeline)
+    dealt: dict[int, Batch] = {}
+    for rank in range(world_size):
+        with eval_pipeline(folder[1], rank=rank, world_size=world_size) as pipeline:
+            dealt |= {rank + turn * world_size: batch for turn, batch in enumerate(pipeline)}
+    assert sorted(dealt) == list(range(len(alone)))
+    assert all(same(dealt[index], batch) for index, batch in enumerate(alone))
+
+
+def test_evaluation_can_be_repeated(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with eval_pipeline(folder[1]) as pipeline:
+        assert all(map(same, pipeline, pipeline))
+
+
+def test_evaluation_leaves_bad_samples_out() -> None:
+    with eval_pipeline(Images(20, bad=(3, 11)), bad_share=0.1) as pipeline:
+        batches = list(pipeline)
+        assert sorted(pipeline.bad) == [3, 11]
+    assert [batch.global_size for batch in batches] == [7, 7, 4]
+    labels = torch.cat([batch.labels for batch in batches]).tolist()
+    assert labels == [sample for sample in range(20) if sample not in (3, 11)]
+    assert all(batch.images.is_contiguous(memory_format=torch.channels_last) for batch in batches)
+
+
+def decode_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep-decode")]
+
+
+def test_no_thread_is_left_after_close(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    pipeline = train_pipeline(folder[0], threads=4)
+    next(pipeline)
+    assert decode_threads()
+    pipeline.close()
+    assert not decode_threads()
+
+
+def test_an_error_in_the_loop_leaves_no_thread(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    def run(pipeline: TrainPipeline) -> None:
+        with pipeline:
+            next(pipeline)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(train_pipeline(folder[0]))
+    assert not decode_threads()
+
+
+NEVER_CLOSES = """
+import sys, torch
+from lockstep.data.order import Cursor
+from lockstep.data.pipeline import TrainPipeline
+from lockstep.data.sources import open_folder
+pipeline = TrainPipeline(
+    open_folder(sys.argv[1])[0], global_batch=16, rank=0, world_size=1, seed=0, image_size=32, crop_area=(0.5, 1.0),
+    crop_ratio=(0.75, 1.33), flip=True, mean=(0.5,) * 3, std=(0.25,) * 3, threads=2, prefetch_batches=4,
+    device=torch.device("cpu"), start=Cursor(), bad_share=0.0,
+)
+next(pipeline)
+raise SystemExit("left without closing")
+"""
+
+
+def test_a_process_that_never_closes_still_ends(tmp_path: Path) -> None:
+    root = build_generated(tmp_path, 40, 10)
+    ended = subprocess.run([sys.executable, "-c", NEVER_CLOSES, str(root)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.strip()) == (1, "left without closing")
+
+
+def test_decode_threads_start_no_teams_of_their_own(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    tasks = Path("/proc/self/task")
+    before = len(list(tasks.iterdir()))
+    with train_pipeline(folder[0], image_size=224, threads=2) as pipeline:
+        for _ in range(3):
+            next(pipeline)
+        assert len(list(tasks.iterdir())) <= before + 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_on_the_device_equal_those_on_the_host(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    host = take(12, train_pipeline(folder[0]))
+    load = torch.randn(4096, 4096, device="cuda")
+    copies = []
+    with train_pipeline(folder[0], device=torch.device("cuda")) as pipeline:
+        for batch in islice(pipeline, 12):
+            # The step's stream is far behind the host, so memory reused or read too early would show.
+            load = (load @ load).clamp(-1, 1)
+            copies.append((batch.images.clone(), batch.labels.clone()))
+            assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    for expected, (images, labels) in zip(host, copies, strict=True):
+        assert torch.allclose(images.cpu(), expected.images, atol=1e-6)
+        assert torch.equal(labels.cpu(), expected.labels)
