@@ -1,0 +1,201 @@
+"""Who am I: rank, node, device; start and stop the world of ranks.
+
+A rank is started by torchrun (`lockstep train` uses its launcher too) or by Slurm's srun; both leave their word in
+the environment. torch.distributed moves the bytes: NCCL between GPUs, Gloo between CPUs.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import LockstepError
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A rank's place among all ranks and where they meet."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class World:
+    """One process and its device among all ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    num_threads: int  # CPU cores this rank may use
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self._message_device())
+        return box[0]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` on every rank with rank 0's."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=0)
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place; integers wrap modulo 2**64, as the ledger needs."""
+        if self.size > 1:
+            shared = tensor.to(self._message_device())
+            dist.all_reduce(shared)
+            tensor.copy_(shared)
+        return tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def _message_device(self) -> torch.device:
+        return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def read_membership(environment: Mapping[str, str]) -> Membership | None:
+    """The world that torchrun or srun started this process in, or None when it was started by hand."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _read_torchrun(environment)
+    # A step of one task is an interactive shell: let the launcher start the ranks there.
+    if "SLURM_STEP_ID" in environment and _read_int(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _read_slurm(environment)
+    return None
+
+
+def _read_torchrun(environment: Mapping[str, str]) -> Membership:
+    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in environment]
+    if missing:
+        raise LockstepError(
+            f"RANK and WORLD_SIZE are set but not {' and '.join(missing)}; start ranks with torchrun, or unset both."
+        )
+    size = _read_int(environment, "WORLD_SIZE")
+    # A starter that names no local rank, such as a Kubernetes job of one rank per pod, has one rank on each node.
+    local_size = size if "LOCAL_RANK" in environment else 1
+    return Membership(
+        rank=_read_int(environment, "RANK"),
+        size=size,
+        local_rank=_read_int(environment, "LOCAL_RANK", 0),
+        local_size=_read_int(environment, "LOCAL_WORLD_SIZE", local_size),
+        address=environment["MASTER_ADDR"],
+        port=_read_int(environment, "MASTER_PORT"),
+    )
+
+
+def _read_slurm(environment: Mapping[str, str]) -> Membership:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    tasks_per_node = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    # Jobs that share a node must not meet at the same port; the job's number keeps them apart.
+    job = _read_int(environment, "SLURM_JOB_ID", 0)
+    return Membership(
+        rank=_read_int(environment, "SLURM_PROCID"),
+        size=_read_int(environment, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_read_int(environment, "SLURM_LOCALID"),
+        local_size=tasks_per_node[_read_int(environment, "SLURM_NODEID", 0) % len(tasks_per_node)],
+        address=environment.get("MASTER_ADDR") or first_node(nodes) or "127.0.0.1",
+        port=_read_int(environment, "MASTER_PORT", 20000 + job % 20000),
+    )
+
+
+def _read_int(environment: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = environment.get(key)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise LockstepError(
+            f"The environment variable {key} is {text!r}, not a number; start the ranks again."
+        ) from None
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a Slurm node list such as `gpu[003-006,9],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", nodes)
+    if not match:
+        return ""
+    prefix, numbers, suffix = match.groups()
+    return prefix + (re.split(r"[-,]", numbers)[0] if numbers else "") + suffix
+
+
+def expand_tasks(tasks: str) -> list[int]:
+    """Slurm's `8(x3),4` -> [8, 8, 8, 4]: tasks on each node."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(repeat or 1)
+    return counts or [1]
+
+
+@contextmanager
+def join_world(membership: Membership | None, *, backend: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
+    """Start this rank's device and process group, and stop the group at the end; a world of one needs no group."""
+    member = membership or Membership(0, 1, 0, 1, "", 0)
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = torch.device("cuda", member.local_rank % num_gpus) if num_gpus else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    num_threads = max(1, count_cores() // member.local_size)
+    torch.set_num_threads(num_threads)
+    world = World(member.rank, member.size, member.local_rank, member.local_size, device, num_threads)
+    if member.size == 1:
+        yield world
+        return
+    # NCCL refuses two ranks on one GPU; Gloo carries CUDA tensors through the host.
+    chosen = ("nccl" if 0 < member.local_size <= num_gpus else "gloo") if backend == "auto" else backend
+    if chosen == "nccl" and not num_gpus:
+        raise LockstepError("comm.backend is nccl but this node has no CUDA device; use gloo or auto.")
+    try:
+        dist.init_process_group(
+            chosen,
+            init_method=f"tcp://{member.address}:{member.port}"
+            if "TORCHELASTIC_RUN_ID" not in os.environ
+            else "env://",
+            rank=member.rank,
+            world_size=member.size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if chosen == "nccl" else None,
+        )
+    except dist.DistError as error:
+        raise LockstepError(
+            f"Rank {member.rank} could not meet the other ranks at {member.address}:{member.port} "
+            f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
+        ) from error
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def count_cores() -> int:
+    """Cores this process may run on, by its affinity where the system has one."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

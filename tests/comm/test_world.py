@@ -1,0 +1,97 @@
+import pytest
+
+from lockstep.comm.world import Membership, expand_tasks, first_node, read_membership
+from lockstep.errors import LockstepError
+from tests.ranks import run_ranks, world_of_one
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "20",
+    "SLURM_STEP_NODELIST": "gpu[003-004,9]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+    "SLURM_PROCID": "17",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_started_by_hand_there_is_no_membership() -> None:
+    assert read_membership({"HOME": "/"}) is None
+
+
+def test_torchrun_variables_name_the_rank() -> None:
+    assert read_membership(TORCHRUN) == Membership(5, 8, 1, 4, "node7", 29500)
+
+
+def test_slurm_variables_name_the_rank() -> None:
+    assert read_membership(SLURM) == Membership(17, 20, 1, 4, "gpu003", 20000 + 123456 % 20000)
+
+
+def test_a_starter_that_names_no_local_rank_has_one_rank_on_each_node() -> None:
+    """As a Kubernetes job of one rank per pod: counting all ranks as local would rule NCCL out."""
+    pod = {key: value for key, value in TORCHRUN.items() if not key.startswith("LOCAL_")}
+    assert read_membership(pod) == Membership(5, 8, 0, 1, "node7", 29500)
+
+
+def test_an_interactive_slurm_shell_is_not_a_world() -> None:
+    assert read_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"), [("gpu[003-006,9],login", "gpu003"), ("a,b", "a"), ("rack2-n[7]", "rack2-n7"), ("", "")]
+)
+def test_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_slurm_task_counts_expand() -> None:
+    assert expand_tasks("8(x2),4") == [8, 8, 4]
+
+
+def test_a_half_set_environment_is_a_sentence() -> None:
+    with pytest.raises(LockstepError, match="MASTER_PORT"):
+        read_membership({key: value for key, value in TORCHRUN.items() if key != "MASTER_PORT"})
+
+
+def test_a_rank_that_is_no_number_is_a_sentence() -> None:
+    with pytest.raises(LockstepError, match="RANK is 'five'"):
+        read_membership(TORCHRUN | {"RANK": "five"})
+    with pytest.raises(LockstepError, match="SLURM_STEP_NUM_TASKS is 'many'"):
+        read_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "many"})
+
+
+def _exchange(world):  # type: ignore[no-untyped-def]
+    import torch
+
+    world.barrier()
+    word = world.broadcast_object({"from": world.rank})
+    total = world.sum(torch.tensor([2**63 - 1, world.rank]))
+    return world.rank, word, total.tolist(), world.gather_objects(world.rank * 10), world.num_threads
+
+
+def test_ranks_agree_and_integers_wrap() -> None:
+    results = run_ranks(_exchange, 3)
+    for rank, (own, word, total, gathered, threads) in enumerate(results):
+        assert own == rank
+        assert word == {"from": 0}
+        assert total == [(3 * (2**63 - 1) + 2**63) % 2**64 - 2**63, 0 + 1 + 2]
+        assert gathered == [0, 10, 20]
+        assert threads >= 1
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    import torch
+
+    world = world_of_one()
+    assert world.is_first
+    assert world.broadcast_object("x") == "x"
+    assert world.sum(torch.tensor([3])).item() == 3
