@@ -1,0 +1,222 @@
+"""From a configuration to the parts of a run: the only place that builds (step 0 on the walk)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.fusion import plan_buffers
+from lockstep.comm.reducer import Reducer, allocate_gradients
+from lockstep.comm.world import World
+from lockstep.config import DataConfig, RunConfig
+from lockstep.data.generated import build_generated, default_cache
+from lockstep.data.order import Cursor, steps_per_epoch
+from lockstep.data.pipeline import EvalPipeline, TrainPipeline
+from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.engine.timing import Clock
+from lockstep.errors import LockstepError
+from lockstep.layout import Layout, plan_layout
+from lockstep.models import build_model
+from lockstep.models.initialize import initialize
+from lockstep.optim.groups import describe_parameters
+from lockstep.optim.lamb import Lamb
+from lockstep.optim.lars import Lars
+from lockstep.optim.schedule import Schedule
+from lockstep.optim.sgd import Sgd
+from lockstep.optim.storage import build_weights, views
+
+Progress = Callable[[int, int], None]
+Rule = Sgd | Lars | Lamb
+EVAL_BATCH = 100
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the samples lie."""
+
+    train: ImageFolder
+    val: ImageFolder
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What one training step works with."""
+
+    model: nn.Module
+    layout: Layout
+    weights: Tensor
+    reducer: Reducer
+    rule: Rule
+    schedule: Schedule
+    clock: Clock
+    label_smoothing: float
+    max_batch_per_rank: int
+
+
+def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
+    """Open the image folders; generated images are rendered on first use."""
+    if config.source == "generated":
+        root = build_generated(default_cache(), config.train_images, config.val_images, progress)
+    else:
+        root = Path(config.path).expanduser()
+    return Sources(*open_folder(root))
+
+
+def count_steps(config: RunConfig, num_samples: int) -> tuple[int, int]:
+    """Steps in an epoch and in the whole run."""
+    in_epoch = steps_per_epoch(num_samples, config.train.global_batch)
+    return in_epoch, max(1, config.train.duration.steps(in_epoch))
+
+
+def check_shares(config: RunConfig, num_ranks: int) -> None:
+    """Refuse a world in which a rank would never get a sample."""
+    if num_ranks > config.train.global_batch:
+        raise LockstepError(
+            f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks; "
+            "give at least one sample to each."
+        )
+
+
+def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
+    """Everything a step needs, on this rank's device."""
+    check_shares(config, world.size)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.compute == "tf32"
+    torch.backends.cudnn.benchmark = True
+    model = build_network(config, len(sources.train.classes))
+    in_epoch, total = count_steps(config, sources.train.num_samples)
+    return assemble(config, world, model, build_schedule(config, in_epoch, total))
+
+
+def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedule) -> Parts:
+    """Lay `model` out flat and put the reducer and the update rule over it."""
+    optim = config.optim
+    layout = plan_layout(
+        describe_parameters(
+            model, decay_norm_and_bias=optim.decay_norm_and_bias, adapt_norm_and_bias=optim.adapt_norm_and_bias
+        )
+    )
+    weights = build_weights(model, layout, world.device)
+    world.broadcast(weights)
+    parameters = dict(model.named_parameters())
+    gradients = allocate_gradients(layout.numel, world.device)
+    reducer = Reducer(
+        [parameters[slot.name] for slot in layout.slots],
+        gradients,
+        views(gradients[: layout.numel], layout),
+        plan_buffers(layout, config.comm.buffer_mb * 2**20),
+        num_ranks=world.size,
+        overlap=config.comm.overlap,
+    )
+    return Parts(
+        model=model.train(),
+        layout=layout,
+        weights=weights,
+        reducer=reducer,
+        rule=build_rule(config, layout, world.device),
+        schedule=schedule,
+        clock=Clock(world.device),
+        label_smoothing=optim.label_smoothing,
+        max_batch_per_rank=config.train.max_batch_per_rank,
+    )
+
+
+def build_network(config: RunConfig, num_classes: int) -> nn.Module:
+    """The initialised network; the same weights on every rank."""
+    wanted = config.model
+    model = build_model(
+        wanted.name,
+        num_classes,
+        stem=wanted.stem,
+        width=wanted.width,
+        zero_init_residual=wanted.zero_init_residual,
+        batch_norm=wanted.batch_norm,
+        pool5_batch_norm=wanted.pool5_batch_norm,
+        dropout=wanted.dropout,
+        image_size=config.data.image_size,
+    )
+    initialize(model, config.train.seed)
+    return model
+
+
+def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
+    """The update rule the recipe names."""
+    optim = config.optim
+    if optim.name == "sgd":
+        return Sgd(layout, device, momentum=optim.momentum, weight_decay=optim.weight_decay, nesterov=optim.nesterov)
+    if optim.name == "lars":
+        return Lars(
+            layout,
+            device,
+            momentum=optim.momentum,
+            weight_decay=optim.weight_decay,
+            trust_coefficient=optim.trust_coefficient,
+            epsilon=optim.epsilon,
+        )
+    return Lamb(
+        layout,
+        device,
+        beta1=optim.beta1,
+        beta2=optim.beta2,
+        weight_decay=optim.weight_decay,
+        epsilon=optim.lamb_epsilon,
+    )
+
+
+def build_schedule(config: RunConfig, in_epoch: int, total: int) -> Schedule:
+    """The learning rate of every step."""
+    optim = config.optim
+    return Schedule(
+        kind=optim.schedule,
+        lr=optim.lr,
+        total_steps=total,
+        warmup_steps=optim.warmup.steps(in_epoch),
+        warmup_lr=optim.warmup_lr,
+        end_lr=optim.end_lr,
+        power=optim.power,
+        milestones=tuple(milestone.steps(in_epoch) for milestone in optim.milestones),
+        gamma=optim.gamma,
+    )
+
+
+def build_train_pipeline(config: RunConfig, world: World, source: ImageFolder, start: Cursor) -> TrainPipeline:
+    """This rank's training batches from `start` on."""
+    data = config.data
+    return TrainPipeline(
+        source,
+        global_batch=config.train.global_batch,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.train.seed,
+        image_size=data.image_size,
+        crop_area=data.crop_area,
+        crop_ratio=data.crop_ratio,
+        flip=data.flip,
+        mean=data.mean,
+        std=data.std,
+        threads=data.decode_threads or world.num_threads,
+        prefetch_batches=data.prefetch_batches,
+        device=world.device,
+        start=start,
+        bad_share=data.bad_share,
+    )
+
+
+def build_eval_pipeline(config: RunConfig, world: World, source: ImageFolder) -> EvalPipeline:
+    """This rank's part of the validation set."""
+    data = config.data
+    return EvalPipeline(
+        source,
+        batch_size=EVAL_BATCH,
+        rank=world.rank,
+        world_size=world.size,
+        image_size=data.image_size,
+        eval_resize=data.eval_resize,
+        mean=data.mean,
+        std=data.std,
+        threads=data.decode_threads or world.num_threads,
+        prefetch_batches=data.prefetch_batches,
+        device=world.device,
+        bad_share=data.bad_share,
+    )

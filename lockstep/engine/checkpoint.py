@@ -1,0 +1,142 @@
+"""A run's state on disk: safetensors files and a manifest with their hashes, written aside and renamed (step 13).
+
+A folder `step-00001234/` is either whole or not there. Reading verifies every hash; a damaged checkpoint is passed
+over with a sentence and the one before it is taken.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lockstep.errors import LockstepError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+Files = Mapping[str, Mapping[str, Tensor]]
+
+
+class DamagedCheckpoint(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds: tensors by file and name, and the run's counters."""
+
+    path: Path
+    files: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `save_checkpoint` wrote."""
+
+    path: Path
+    num_bytes: int
+    seconds: float
+
+
+def save_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any], *, keep: int) -> Saved:
+    """Write one checkpoint and drop all but the newest `keep`; raises OSError and leaves the older ones alone."""
+    start = time.perf_counter()
+    path = folder / f"step-{step:08d}"
+    aside = folder / f".aside-{path.name}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for debris in folder.glob(".aside-*"):  # of a run killed while it wrote
+            shutil.rmtree(debris, ignore_errors=True)
+        aside.mkdir()
+        hashes: dict[str, str] = {}
+        num_bytes = 0
+        for name, tensors in files.items():
+            data = save(dict(tensors))
+            _write(aside / f"{name}.safetensors", data)
+            hashes[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
+            num_bytes += len(data)
+        manifest = {"format": FORMAT, "step": step, "state": state, "sha256": hashes}
+        manifest["seal"] = _seal(manifest)
+        _write(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
+        _sync(folder)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    # A later step's checkpoint is one that resuming passed over: it must not push out the good ones.
+    for old in [other for other in list_checkpoints(folder) if other.name <= path.name][keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return Saved(path, num_bytes, time.perf_counter() - start)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints under `folder`, newest first."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
+    """The newest undamaged checkpoint under `folder`; `warn` hears of each one passed over."""
+    paths = list_checkpoints(folder)
+    for path in paths:
+        try:
+            return read_checkpoint(path)
+        except DamagedCheckpoint as damage:
+            warn(f"The checkpoint {path} is damaged ({damage}); taking the one before it.")
+    if paths:
+        raise LockstepError(f"Every checkpoint under {folder} is damaged; start again without --resume.")
+    raise LockstepError(f"There is no checkpoint under {folder} to resume from; start without --resume.")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read one checkpoint and verify its hashes."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise DamagedCheckpoint(f"its format is {manifest['format']}, this version reads {FORMAT}")
+        if manifest["seal"] != _seal(manifest):
+            raise DamagedCheckpoint("its manifest does not match its seal")
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, expected in manifest["sha256"].items():
+            data = (path / name).read_bytes()
+            if hashlib.sha256(data).hexdigest() != expected:
+                raise DamagedCheckpoint(f"{name} does not match its hash")
+            files[name.removesuffix(".safetensors")] = load(data)
+        return Checkpoint(path, files, manifest["state"])
+    except OSError as error:
+        raise DamagedCheckpoint(f"{error.filename or path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise DamagedCheckpoint("its manifest cannot be read") from error
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """A hash over the rest of the manifest, so that a flipped bit in the counters is noticed too."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Make the folder's entries survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Start one rank per GPU, or as many as asked for on the CPU, through torchrun's own launcher."""
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from lockstep.errors import LockstepError
+
+# An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
+SHUTDOWN_TIMEOUT_S = 300
+
+
+def choose_num_ranks(asked: int | None) -> int:
+    """`asked`, or one rank per GPU, or one on the CPU."""
+    if asked is not None:
+        if asked < 1:
+            raise LockstepError(f"--ranks {asked} is not possible; ask for 1 rank or more.")
+        return asked
+    return max(1, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
+    """Run `lockstep ARGUMENTS` as `num_ranks` ranks on this node and return the exit status."""
+    # Its warnings are about processes it closes because we asked it to.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to our own output; no folders left in /tmp
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
+        local_addr="localhost",
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except ChildFailedError as failure:
+        return _explain(failure)
+    return 0
+
+
+def _explain(failure: ChildFailedError) -> int:
+    """A rank that failed has said why itself; one that was killed could not."""
+    rank, first = failure.get_first_failure()
+    if first.exitcode < 0:
+        name = signal.Signals(-first.exitcode).name
+        raise LockstepError(
+            f"Rank {rank} was killed by {name}, so the others were stopped; "
+            "go on from the last checkpoint with --resume."
+        )
+    return int(first.exitcode)

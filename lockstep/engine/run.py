@@ -1,0 +1,112 @@
+"""One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lockstep.comm.world import Membership, World, join_world
+from lockstep.config import RunConfig, to_toml
+from lockstep.engine.build import Progress, Sources, build_parts, open_sources
+from lockstep.engine.trainer import Status, StopRequest, Trainer
+from lockstep.errors import LockstepError
+from lockstep.events import Sink
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm can send USR1 ahead of a time limit
+LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
+
+
+def run_rank(
+    config: RunConfig,
+    name: str,
+    folder: Path,
+    *,
+    resume: bool,
+    membership: Membership | None,
+    open_sink: Callable[[World, Path], Sink],
+    progress: Progress | None = None,
+) -> Status:
+    """Train as one rank of the world; rank 0's word on the run's `folder` counts."""
+    with (
+        explain_failures(membership.rank if membership else 0),
+        join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
+    ):
+        folder = world.broadcast_object(folder)
+        if world.is_first and not resume:
+            prepare_folder(folder)
+            write_config(folder, config)
+        sources = share_sources(config, world, progress)
+        parts = build_parts(config, world, sources)
+        sink = open_sink(world, folder)
+        try:
+            with watch_signals() as stop:
+                trainer = Trainer(config, name, world, sources, parts, folder, sink, stop)
+                if resume:
+                    trainer.resume()
+                    if world.is_first:  # not before: overrides that do not fit must leave the run resumable
+                        write_config(folder, config)
+                return trainer.run()
+        finally:
+            sink.close()
+
+
+def prepare_folder(folder: Path) -> None:
+    """See that the folder holds no other run."""
+    if (folder / "events.jsonl").exists():
+        raise LockstepError(f"{folder} already holds a run; add --resume to go on with it, or choose another --out.")
+
+
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Leave the resolved configuration in the run's folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+    except OSError as error:
+        raise LockstepError(
+            f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."
+        ) from error
+
+
+def share_sources(config: RunConfig, world: World, progress: Progress | None) -> Sources:
+    """Open the data on every rank; one rank of each node goes first, because it may have images to render."""
+    sources = open_sources(config.data, progress) if world.local_rank == 0 else None
+    world.barrier()
+    return sources or open_sources(config.data)
+
+
+@contextmanager
+def watch_signals() -> Iterator[StopRequest]:
+    """While inside, a stop signal is only noted; the trainer acts on it between two steps."""
+    request = StopRequest()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        request.signal = number
+
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def explain_failures(rank: int) -> Iterator[None]:
+    """Turn what the engines below raise for outside causes into one sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise LockstepError(f"Rank {rank} is out of device memory; lower train.max_batch_per_rank.") from error
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise LockstepError(
+            "A rank's share of the last batch is one sample, too few for batch norm; change train.global_batch."
+        ) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in LOST_CONTACT):
+            raise
+        raise LockstepError(f"Rank {rank} lost contact with the other ranks and stopped.") from error

@@ -1,0 +1,124 @@
+"""What a run must remember: weights, optimiser arrays and a few counters; to a checkpoint and back, on any rank count.
+
+Nothing else is saved, because everything else is a function of it: the data order of the cursor, crops and dropout of
+the seed, the learning rate of the step.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.comm.world import World
+from lockstep.data.order import Cursor, Ledger
+from lockstep.engine.build import Parts
+from lockstep.engine.checkpoint import Saved, load_checkpoint, save_checkpoint
+from lockstep.engine.evaluate import average_statistics
+from lockstep.errors import LockstepError
+from lockstep.optim.storage import load_named, named_arrays
+
+
+@dataclass
+class State:
+    """Where a run stands."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    ledger: Ledger = field(default_factory=Ledger)  # this rank's part of the running epoch
+
+
+def sum_ledger(ledger: Ledger, world: World) -> Ledger:
+    """The ranks' ledgers added up, on every rank."""
+    words = np.array([ledger.value, ledger.count], dtype=np.uint64).view(np.int64)
+    value, count = world.sum(torch.from_numpy(words)).numpy().view(np.uint64)
+    return Ledger(int(value), int(count))
+
+
+def save_state(folder: Path, state: State, parts: Parts, world: World, *, keep: int) -> Saved | None:
+    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
+    average_statistics(parts.model, world)
+    ledger = sum_ledger(state.ledger, world)
+    if not world.is_first:
+        return None
+    counters = {
+        "step": state.step,
+        "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
+        "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
+        "rule": _name_rule(parts),
+        "rule_steps": parts.rule.step_count,
+        "world_size": world.size,
+    }
+    return save_checkpoint(folder, state.step, _collect_tensors(parts), counters, keep=keep)
+
+
+def load_state(folder: Path, parts: Parts, world: World, warn: Callable[[str], None]) -> tuple[State, int]:
+    """Go on from the last good checkpoint; also returns how many ranks wrote it.
+
+    Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
+    """
+    counters: dict[str, Any] = {}
+    failure = ""
+    if world.is_first:
+        try:
+            checkpoint = load_checkpoint(folder, warn)
+            _check_rule(parts, checkpoint.state["rule"])
+            _fill_tensors(parts, checkpoint.files)
+            counters = checkpoint.state
+        except LockstepError as error:
+            failure = str(error)
+    failure = world.broadcast_object(failure)
+    if failure:
+        raise LockstepError(failure)
+    counters = world.broadcast_object(counters)
+    for array in (parts.weights, *parts.rule.state().values(), *parts.model.buffers()):
+        world.broadcast(array)
+    parts.rule.step_count = counters["rule_steps"]
+    ledger = Ledger(int(counters["ledger"]["value"], 16), counters["ledger"]["count"]) if world.is_first else Ledger()
+    return State(counters["step"], Cursor(**counters["cursor"]), ledger), counters["world_size"]
+
+
+def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
+    """The network under its usual parameter names, and the update rule's arrays under the same."""
+    network = named_arrays(parts.weights, parts.layout)
+    network |= {name: buffer.detach().contiguous() for name, buffer in parts.model.named_buffers()}
+    optimizer = {
+        f"{kind}/{name}": array
+        for kind, flat in parts.rule.state().items()
+        for name, array in named_arrays(flat, parts.layout).items()
+    }
+    return {"model": network, "optimizer": optimizer}
+
+
+def _name_rule(parts: Parts) -> str:
+    return type(parts.rule).__name__.lower()
+
+
+def _check_rule(parts: Parts, saved: str) -> None:
+    """Refuse another rule's arrays: SGD's momentum and LARS's differ by the learning rate, though not in name."""
+    if saved != _name_rule(parts):
+        raise LockstepError(
+            f"The checkpoint holds the optimiser state of {saved} but this run uses {_name_rule(parts)}; "
+            f"resume with optim.name={saved}."
+        )
+
+
+def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
+    """The way back; a checkpoint of another model is a sentence."""
+    buffers = dict(parts.model.named_buffers())
+    network = files["model"]
+    load_named(parts.weights, parts.layout, {name: array for name, array in network.items() if name not in buffers})
+    for name, buffer in buffers.items():
+        if name not in network or network[name].shape != buffer.shape:
+            raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
+        buffer.copy_(network[name])
+    for kind, flat in parts.rule.state().items():
+        own = {
+            key.removeprefix(f"{kind}/"): array
+            for key, array in files["optimizer"].items()
+            if key.startswith(f"{kind}/")
+        }
+        load_named(flat, parts.layout, own)

@@ -1,0 +1,101 @@
+"""The program as a user starts it: real processes, real files."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep.events import Event, StepDone, read_events
+
+
+def start(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
+    """`lockstep ARGUMENTS` in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
+        start_new_session=True,
+    )
+
+
+def finish(process: "subprocess.Popen[str]", timeout_s: float = 120) -> tuple[int, str, str]:
+    """Wait for the end: exit status, standard output, standard error."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_all(process)
+        raise
+    return process.returncode, out, err
+
+
+def run(*arguments: str, cwd: Path | None = None, **environment: str) -> tuple[int, str, str]:
+    """Start and finish."""
+    return finish(start(*arguments, cwd=cwd, **environment))
+
+
+def list_children(pid: int) -> list[int]:
+    """Processes whose parent is `pid`: the ranks of a launcher."""
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            children.append(int(folder.name))
+    return children
+
+
+def kill_all(process: "subprocess.Popen[str]") -> None:
+    """SIGKILL to every rank and the launcher."""
+    for pid in [*list_children(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.communicate()
+
+
+def events(folder: Path) -> list[Event]:
+    """What the run has said so far."""
+    return read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+
+
+def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]", timeout_s: float = 90) -> None:
+    """Return as soon as the run has reported `step`."""
+
+    def is_reached() -> bool:
+        return any(isinstance(event, StepDone) and event.step >= step for event in events(folder))
+
+    wait_until(is_reached, process, timeout_s)
+
+
+def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", timeout_s: float = 90) -> None:
+    """Poll; fail when the process ends first."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"it ended too early: {finish(process)}")
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
+
+
+def summary(folder: Path) -> dict[str, object]:
+    """The run's summary."""
+    content: dict[str, object] = json.loads((folder / "summary.json").read_text())
+    return content
+
+
+def last_weights(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint."""
+    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    return load_file(newest / "model.safetensors") | load_file(newest / "optimizer.safetensors")

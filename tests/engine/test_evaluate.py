@@ -1,0 +1,59 @@
+"""Accuracy is the same number on any number of ranks, and batch-norm statistics are averaged first."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.comm.world import World
+from lockstep.config import RunConfig
+from lockstep.engine.build import build_eval_pipeline, build_network, open_sources
+from lockstep.engine.evaluate import average_statistics, evaluate
+from tests.engine.conftest import NUM_VAL, tiny_config
+from tests.ranks import run_ranks
+
+
+def classify(world: World, config: RunConfig) -> tuple[Any, list[int]]:
+    """Evaluate a network whose weights are random but the same everywhere."""
+    sources = open_sources(config.data)
+    model = build_network(config, len(sources.train.classes))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+    with build_eval_pipeline(config, world, sources.val) as batches:
+        result = evaluate(model, batches, world)
+        seen = [int(sample) for batch in batches for sample in batch.samples]
+    assert model.training
+    return result, seen
+
+
+def test_every_validation_sample_counts_once_whatever_the_rank_count(images: Path) -> None:
+    config = tiny_config(images)
+    (alone, everything), *_ = run_ranks(classify, 1, config)
+    assert alone.total == NUM_VAL
+    assert sorted(everything) == list(range(NUM_VAL))
+    assert alone.correct1 <= alone.correct5 <= alone.total
+    for size in (2, 3):
+        results = run_ranks(classify, size, config)
+        assert sorted(sample for _, seen in results for sample in seen) == list(range(NUM_VAL))
+        for result, _ in results:
+            assert (result.correct1, result.correct5, result.total) == (alone.correct1, alone.correct5, alone.total)
+            assert np.isclose(result.loss, alone.loss, rtol=1e-6)
+
+
+def average(world: World) -> tuple[list[float], list[float], int]:
+    layer = torch.nn.BatchNorm2d(2)
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    assert layer.num_batches_tracked is not None
+    layer.running_mean.fill_(world.rank)
+    layer.running_var.fill_(10.0 * world.rank)
+    layer.num_batches_tracked.fill_(7)
+    average_statistics(layer, world)
+    return layer.running_mean.tolist(), layer.running_var.tolist(), int(layer.num_batches_tracked)
+
+
+def test_running_statistics_become_the_mean_over_ranks() -> None:
+    assert run_ranks(average, 3) == [([1.0, 1.0], [10.0, 10.0], 7)] * 3

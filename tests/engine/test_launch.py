@@ -1,0 +1,135 @@
+"""Ranks started by our launcher, by torchrun and as Slurm would: real processes that meet in one world."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.engine.launch import choose_num_ranks
+from lockstep.errors import LockstepError
+from lockstep.events import RunEnded, RunStarted
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+from tests.ranks import find_port
+
+
+def arguments(images: Path, *more: str) -> list[str]:
+    settings = [*tiny_settings(images), "train.duration=3st", "optim.warmup=0st", *more]
+    return ["train", "quickstart", *[f"--set={setting}" for setting in settings]]
+
+
+def slurm_variables(rank: int, port: int) -> dict[str, str]:
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": str(port),
+    }
+
+
+def check_one_run_of_two_ranks(folder: Path) -> None:
+    """One folder, one start of two ranks, one end; and a log that both ranks wrote to would hold each record twice."""
+    (run,) = folder.iterdir()
+    starts = [event for event in commands.events(run) if isinstance(event, RunStarted)]
+    ends = [event for event in commands.events(run) if isinstance(event, RunEnded)]
+    assert [start.world_size for start in starts] == [2]
+    assert [(end.status, end.step) for end in ends] == [("finished", 3)]
+    assert commands.summary(run)["world_size"] == 2
+    assert (run / "checkpoints" / "step-00000003" / "manifest.json").exists()
+
+
+def test_as_many_ranks_as_asked_for() -> None:
+    assert choose_num_ranks(3) == 3
+
+
+def test_one_rank_on_a_cpu_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_num_ranks(None) == 1
+
+
+def test_one_rank_per_gpu_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_num_ranks(None) == 4
+
+
+@pytest.mark.parametrize("asked", [0, -2])
+def test_no_ranks_at_all_is_a_sentence(asked: int) -> None:
+    with pytest.raises(LockstepError, match=f"--ranks {asked}"):
+        choose_num_ranks(asked)
+
+
+def test_under_torchrun_the_program_joins_that_world_and_leaves_one_run(images: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = subprocess.run(
+        [*torchrun, "-m", "lockstep", *arguments(images)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    check_one_run_of_two_ranks(tmp_path / "runs")
+
+
+def test_with_slurm_variables_the_program_joins_that_world_and_leaves_one_run(images: Path, tmp_path: Path) -> None:
+    port = find_port()
+    late = commands.start(*arguments(images), cwd=tmp_path, **slurm_variables(1, port))
+    time.sleep(1.1)  # ranks that start in different seconds would each name a folder of their own
+    first = commands.start(*arguments(images), cwd=tmp_path, **slurm_variables(0, port))
+    for process in (first, late):
+        status, out, err = commands.finish(process)
+        assert status == 0, out + err
+    check_one_run_of_two_ranks(tmp_path / "runs")
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        yield holder.getsockname()[1]
+
+
+def test_a_meeting_point_that_is_taken_is_a_sentence(images: Path, tmp_path: Path, busy_port: int) -> None:
+    status, out, err = commands.run(*arguments(images), cwd=tmp_path, **slurm_variables(0, busy_port))
+    assert status == 1
+    assert "Traceback" not in out + err
+    assert f"localhost:{busy_port}" in err
+    assert "MASTER_PORT" in err
+
+
+def test_asking_for_another_count_than_the_world_has_is_a_sentence(images: Path, tmp_path: Path) -> None:
+    status, out, err = commands.run(*arguments(images), "--ranks=3", cwd=tmp_path, **slurm_variables(0, 1))
+    assert status == 1
+    assert "Traceback" not in out + err
+    assert "--ranks 3 was given, but this world was started with 2 ranks" in err
+
+
+def test_slurms_early_warning_reaches_the_ranks_of_our_own_launcher(images: Path, tmp_path: Path) -> None:
+    run, scratch = tmp_path / "run", tmp_path / "scratch"
+    scratch.mkdir()
+    endless = arguments(images, "train.duration=4000st", "train.checkpoint_every=0st", "train.eval_every=0st")
+    process = commands.start(*endless, "--ranks=2", f"--out={run}", TMPDIR=str(scratch))
+    commands.wait_for_step(run, 2, process)
+    process.send_signal(signal.SIGUSR1)
+    status, out, err = commands.finish(process)
+    assert status == 128 + signal.SIGUSR1, out + err
+    assert "Traceback" not in out + err
+    ended = commands.events(run)[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.status == "interrupted"
+    assert (run / "checkpoints" / f"step-{ended.step:08d}" / "manifest.json").exists()
+    assert list(scratch.glob("torchelastic*")) == [], "the launcher leaves folders behind at every start"

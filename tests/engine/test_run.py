@@ -1,0 +1,94 @@
+"""One rank's run from configuration to the end, in this process: what it leaves in its folder and what it refuses."""
+
+import signal
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.comm.world import World
+from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, watch_signals
+from lockstep.errors import LockstepError
+from lockstep.events import Sink
+from lockstep.report.run import SilentSink
+from tests.engine.conftest import tiny_config
+
+SHORT = ["train.duration=3st", "optim.warmup=0st", "train.eval_every=0st"]
+
+
+def open_sink(world: World, folder: Path) -> Sink:
+    return SilentSink()
+
+
+def train(images: Path, folder: Path, *settings: str, resume: bool = False) -> str:
+    config = tiny_config(images, *SHORT, *settings)
+    return run_rank(config, "tiny", folder, resume=resume, membership=None, open_sink=open_sink)
+
+
+def read_config(folder: Path) -> dict[str, dict[str, object]]:
+    return tomllib.loads((folder / "config.toml").read_text())
+
+
+def test_a_resumed_run_keeps_its_overrides_for_the_next_time(images: Path, tmp_path: Path) -> None:
+    assert train(images, tmp_path) == "finished"
+    assert read_config(tmp_path)["train"]["duration"] == "3st"
+    assert train(images, tmp_path, "train.duration=4st", resume=True) == "finished"
+    assert read_config(tmp_path)["train"]["duration"] == "4st"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [("optim.name=sgd", "optim.name=lars"), ("model.width=16", "use the model settings"), ("", "is finished")],
+)
+def test_an_override_that_does_not_fit_leaves_the_run_resumable(
+    images: Path, tmp_path: Path, setting: str, words: str
+) -> None:
+    train(images, tmp_path)
+    before = (tmp_path / "config.toml").read_bytes()
+    settings = ["optim.trust_coefficient=0.001", "train.duration=4st", setting] if setting else []
+    with pytest.raises(LockstepError, match=words):
+        train(images, tmp_path, *settings, resume=True)
+    assert (tmp_path / "config.toml").read_bytes() == before
+    assert train(images, tmp_path, "train.duration=4st", resume=True) == "finished"
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LockstepError, match=r"cannot be written \(Not a directory\); choose another --out"):
+        train(images, tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with watch_signals() as stop:
+        assert stop.signal == 0
+        signal.raise_signal(number)
+        assert stop.signal == number
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "Rank 5 is out of device memory; lower train.max_batch_per_rank",
+        ),
+        (ValueError("Expected more than 1 value per channel when training"), "too few for batch norm"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), "Rank 5 lost contact"),
+        (RuntimeError("Timed out waiting 600000ms for recv operation"), "Rank 5 lost contact"),
+        (RuntimeError("NCCL error: remote process exited"), "Rank 5 lost contact"),
+    ],
+)
+def test_an_outside_failure_becomes_a_sentence(error: Exception, words: str) -> None:
+    with pytest.raises(LockstepError, match=words), explain_failures(5):
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no"), KeyError("x")])
+def test_a_defect_of_ours_stays_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explain_failures(0):
+        raise error
+    assert caught.value is error

@@ -1,0 +1,172 @@
+"""A run's state to disk and back, on the same and on other rank counts."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.world import World
+from lockstep.config import RunConfig
+from lockstep.data.order import Cursor, Ledger, plan_step
+from lockstep.engine.build import Parts, assemble
+from lockstep.engine.state import State, load_state, save_state, sum_ledger
+from lockstep.errors import LockstepError
+from lockstep.optim.schedule import Schedule
+from tests.ranks import run_ranks, world_of_one
+
+NUM_SAMPLES, GLOBAL_BATCH, EPOCH, NUM_STEPS = 103, 28, 4, 2
+Arrays = dict[str, Tensor]
+
+
+def build_parts(world: World, *, optim: str = "lamb", width: int = 4, norm: bool = True) -> Parts:
+    config = RunConfig.model_validate(
+        {"optim": {"name": optim, "lr": 0.1}, "train": {"global_batch": GLOBAL_BATCH, "duration": "9ep"}}
+    )
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width) if norm else nn.Identity(), nn.Flatten(), nn.Linear(width, 2)
+    )
+    return assemble(config, world, model, Schedule("constant", 0.1, total_steps=9))
+
+
+def collect(parts: Parts) -> Arrays:
+    """Copies of everything that must survive; parameters under the model's own names."""
+    arrays = {name: value.detach().clone() for name, value in parts.model.state_dict().items()}
+    return arrays | {f"rule {name}": array.clone() for name, array in parts.rule.state().items()}
+
+
+def scramble(world: World, parts: Parts) -> None:
+    """Numbers no fresh run has: the same on every rank, but for the statistics, which ranks average on saving."""
+    generator = torch.Generator().manual_seed(5)
+    for parameter in parts.model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    for array in parts.rule.state().values():
+        for slot in parts.layout.slots:
+            array[slot.offset : slot.end] = torch.randn(slot.numel, generator=generator)
+    for buffer in parts.model.buffers():
+        buffer.fill_(world.rank + 1 if buffer.is_floating_point() else 17)
+    parts.rule.step_count = 12
+
+
+def run_half_an_epoch(world: World) -> State:
+    """Where a run stands after two of an epoch's four steps, each rank with its own part of the ledger."""
+    state = State(step=18, cursor=Cursor(EPOCH, 0))
+    for _ in range(NUM_STEPS):
+        plan = plan_step(state.cursor, NUM_SAMPLES, GLOBAL_BATCH, world.rank, world.size, seed=3)
+        state.ledger.add(plan.epoch, plan.samples)
+        state.cursor = plan.next
+    return state
+
+
+def samples_taken() -> np.ndarray:
+    """What the whole world has taken of the epoch, as one rank alone would."""
+    plans = [
+        plan_step(Cursor(EPOCH, step * GLOBAL_BATCH), NUM_SAMPLES, GLOBAL_BATCH, 0, 1, seed=3)
+        for step in range(NUM_STEPS)
+    ]
+    return np.concatenate([plan.samples for plan in plans])
+
+
+def save(world: World, folder: Path) -> tuple[Arrays, bool]:
+    parts = build_parts(world)
+    scramble(world, parts)
+    saved = save_state(folder, run_half_an_epoch(world), parts, world, keep=1)
+    return collect(parts), saved is not None
+
+
+def load(world: World, folder: Path) -> tuple[Arrays, State, int, int, Ledger]:
+    parts = build_parts(world)
+    state, wrote = load_state(folder, parts, world, pytest.fail)
+    return collect(parts), state, wrote, parts.rule.step_count, sum_ledger(state.ledger, world)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Arrays, bool]]]:
+    """A checkpoint of two ranks, and what each rank held when it was written."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return folder, run_ranks(save, 2, folder)
+
+
+def test_only_the_first_rank_writes_and_statistics_are_averaged(
+    saved: tuple[Path, list[tuple[Arrays, bool]]],
+) -> None:
+    (first, first_wrote), (second, second_wrote) = saved[1]
+    assert (first_wrote, second_wrote) == (True, False)
+    assert torch.equal(first["1.running_mean"], torch.full((4,), 1.5))
+    assert torch.equal(second["1.running_mean"], torch.full((4,), 1.5))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_rank_of_any_count_gets_what_was_saved(saved: tuple[Path, list[tuple[Arrays, bool]]], size: int) -> None:
+    folder, [(expected, _), _] = saved
+    for arrays, state, wrote, rule_steps, _ in run_ranks(load, size, folder):
+        assert arrays.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(arrays[name], value), name
+        assert (state.step, state.cursor) == (18, Cursor(EPOCH, NUM_STEPS * GLOBAL_BATCH))
+        assert (wrote, rule_steps) == (2, 12)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_ledger_of_a_half_done_epoch_is_restored_once_over_all_ranks(
+    saved: tuple[Path, list[tuple[Arrays, bool]]], size: int
+) -> None:
+    samples = samples_taken()
+    assert len(set(samples.tolist())) == NUM_STEPS * GLOBAL_BATCH
+    expected = Ledger()
+    for sample in samples:
+        expected.add(EPOCH, np.array([sample]))
+    results = run_ranks(load, size, saved[0])
+    assert [total for *_, total in results] == [expected] * size
+    assert [state.ledger for _, state, *_ in results] == [expected] + [Ledger()] * (size - 1)
+
+
+def load_and_complain(world: World, folder: Path, settings: dict[str, object]) -> str:
+    heard: list[str] = []
+    try:
+        load_state(folder, build_parts(world, **settings), world, heard.append)  # type: ignore[arg-type]
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("optim", ["sgd", "lars"])
+def test_the_state_of_another_rule_is_a_sentence(saved: tuple[Path, list[tuple[Arrays, bool]]], optim: str) -> None:
+    sentence = load_and_complain(world_of_one(), saved[0], {"optim": optim})
+    assert "optimiser state of lamb" in sentence
+    assert f"uses {optim}" in sentence
+    assert "optim.name=lamb" in sentence
+
+
+def test_momentum_of_sgd_is_not_taken_for_that_of_lars(tmp_path: Path) -> None:
+    """Both keep one array of the same name, but LARS multiplies by the learning rate first."""
+    world = world_of_one()
+    save_state(tmp_path, State(step=1), build_parts(world, optim="sgd"), world, keep=1)
+    assert "optim.name=sgd" in load_and_complain(world, tmp_path, {"optim": "lars"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"width": 6}, "has shape"), ({"norm": False}, "The model has no parameter '1.bias'")],
+)
+def test_the_weights_of_another_model_are_a_sentence(
+    saved: tuple[Path, list[tuple[Arrays, bool]]], settings: dict[str, object], words: str
+) -> None:
+    assert words in load_and_complain(world_of_one(), saved[0], settings)
+
+
+def test_a_model_with_more_statistics_than_the_checkpoint_is_a_sentence(tmp_path: Path) -> None:
+    world = world_of_one()
+    parts = build_parts(world)
+    save_state(tmp_path, State(step=1), parts, world, keep=1)
+    parts.model.register_buffer("extra", torch.zeros(3))
+    with pytest.raises(LockstepError, match="does not fit this model: extra is missing"):
+        load_state(tmp_path, parts, world, pytest.fail)
+
+
+def test_every_rank_hears_why_nothing_could_be_loaded(tmp_path: Path) -> None:
+    first, second = run_ranks(load_and_complain, 2, tmp_path, {})
+    assert "There is no checkpoint under" in first
+    assert first == second

@@ -1,0 +1,190 @@
+"""Each mistake a user can make, tried on the real program: one clear sentence, a non-zero exit, no traceback."""
+
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from lockstep import __version__
+from lockstep.data.generated import build_generated
+from lockstep.events import EpochDone, Notice, RunEnded
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_generated(tmp_path_factory.mktemp("cache"), 130, 50)
+
+
+@pytest.fixture
+def folder(images: Path, tmp_path: Path) -> Path:
+    """A copy of the images to damage."""
+    return Path(shutil.copytree(images, tmp_path / "images"))
+
+
+def train(images: Path, out: Path, *more: str) -> tuple[int, str, str]:
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), *more]]
+    return commands.run("train", "quickstart", "--ranks=1", f"--out={out}", *settings)
+
+
+def refuse(result: tuple[int, str, str]) -> str:
+    """The one sentence of a refused command."""
+    status, out, err = result
+    assert status == 1, out + err
+    assert "Traceback" not in out + err
+    lines = err.strip().splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("lockstep: ")
+    return lines[0]
+
+
+def test_help_and_version_answer() -> None:
+    assert "train" in commands.run("--help")[1]
+    assert commands.run("--version")[1].strip() == __version__
+
+
+def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
+    status, out, _ = commands.run("recipes")
+    assert status == 0
+    for name in ("quickstart", "resnet50-256", "resnet50-8k", "resnet50-64k", "alexnet-64k"):
+        assert name in out
+    _, text, _ = commands.run("recipes", "show", "resnet50-8k")
+    assert text.startswith("# ")
+    copy = tmp_path / "mine.toml"
+    assert commands.run("recipes", "copy", "resnet50-8k", str(copy))[0] == 0
+    assert copy.read_text() == text
+    assert "already" in refuse(commands.run("recipes", "copy", "resnet50-8k", str(copy)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quickstrat"], ["quickstrat", "quickstart"]),
+        (["quickstart", "--set=optim.momentun=0.95"], ["optim.momentun", "optim.momentum"]),
+        (["quickstart", "--set=optim.lr=fast"], ["optim.lr", "fast"]),
+        (["quickstart", "--set=data.eval_resize=20"], ["data.eval_resize", "data.image_size"]),
+        (["quickstart", "--set=nonsense"], ["nonsense"]),
+        (["quickstart", "--ranks=0"], ["--ranks 0"]),
+        (["missing.toml"], ["missing.toml"]),
+        (["resnet50-256"], ["data.path", "imagenet"]),
+        (["quickstart", "--resume"], ["quickstart", "--resume"]),
+        (["quickstart", "--ranks=200", "--set=train.global_batch=100"], ["train.global_batch", "200 ranks"]),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(arguments: list[str], words: list[str], tmp_path: Path) -> None:
+    sentence = refuse(commands.run("train", *arguments, cwd=tmp_path, LOCKSTEP_CACHE=str(tmp_path)))
+    for word in words:
+        assert word in sentence
+
+
+def test_a_wrong_data_path_is_named(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in refuse(train(tmp_path / "nowhere", tmp_path / "run"))
+
+
+def test_an_empty_class_is_named(folder: Path, tmp_path: Path) -> None:
+    for image in (folder / "train" / "star").iterdir():
+        image.unlink()
+    assert str(folder / "train" / "star") in refuse(train(folder, tmp_path / "run"))
+
+
+def test_a_class_missing_from_validation_is_named(folder: Path, tmp_path: Path) -> None:
+    shutil.rmtree(folder / "val" / "star")
+    sentence = refuse(train(folder, tmp_path / "run"))
+    assert "star" in sentence
+    assert str(folder / "val") in sentence
+
+
+def test_a_truncated_jpeg_is_replaced_and_named(folder: Path, tmp_path: Path) -> None:
+    victim = min((folder / "train" / "ring").iterdir())
+    victim.write_bytes(victim.read_bytes()[:200])
+    run = tmp_path / "run"
+    status, out, err = train(folder, run)
+    assert status == 0, err
+    assert "Traceback" not in out + err
+    texts = [event.text for event in commands.events(run) if isinstance(event, Notice)]
+    assert [str(victim) in text and "neighbour" in text for text in texts] == [True]
+    assert [event.bad_samples for event in commands.events(run) if isinstance(event, EpochDone)] == [1, 1]
+
+
+def test_too_many_unreadable_images_stop_the_run(folder: Path, tmp_path: Path) -> None:
+    victims = sorted((folder / "train" / "ring").iterdir())[:5]
+    for victim in victims:
+        victim.write_bytes(b"not an image")
+    sentence = refuse(train(folder, tmp_path / "run"))
+    assert str(victims[0].parent) in sentence
+    assert "data.bad_share" in sentence
+    assert commands.summary(tmp_path / "run")["status"] == "failed"
+
+
+def test_a_run_is_never_overwritten(images: Path, tmp_path: Path) -> None:
+    assert train(images, tmp_path / "run", "train.duration=1st", "optim.warmup=0st")[0] == 0
+    sentence = refuse(train(images, tmp_path / "run", "train.duration=1st", "optim.warmup=0st"))
+    assert "already holds a run" in sentence
+
+
+def test_a_finished_run_does_not_resume(images: Path, tmp_path: Path) -> None:
+    assert train(images, tmp_path / "run", "train.duration=1st", "optim.warmup=0st")[0] == 0
+    assert "is finished" in refuse(commands.run("train", str(tmp_path / "run"), "--resume", "--ranks=1"))
+    longer = commands.run("train", str(tmp_path / "run"), "--resume", "--ranks=1", "--set=train.duration=2st")
+    assert longer[0] == 0, longer
+
+
+def test_a_diverging_run_says_what_to_change(images: Path, tmp_path: Path) -> None:
+    sentence = refuse(train(images, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0st"))
+    assert "The loss became" in sentence
+    assert "optim.lr" in sentence
+
+
+def test_a_disk_that_takes_no_checkpoint_costs_the_checkpoint_and_not_the_run(images: Path, tmp_path: Path) -> None:
+    """A limit on file size stands for the full disk: the write fails half-way with a real error."""
+    run = tmp_path / "run"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        process = commands.start(
+            "train", "quickstart", "--ranks=2", f"--out={run}", *[f"--set={s}" for s in tiny_settings(images)]
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    status, out, err = commands.finish(process)
+    assert status == 1
+    assert "Traceback" not in out + err
+    assert f"could not be written to {run / 'checkpoints'}" in err
+    notices = [event for event in commands.events(run) if isinstance(event, Notice)]
+    assert len(notices) == 4  # steps 3, 6, 9 and the last
+    assert commands.summary(run)["steps"] == 10
+    assert list((run / "checkpoints").iterdir()) == []
+
+
+def test_control_c_on_one_rank_writes_a_checkpoint(images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*tiny_settings(images), "train.duration=400ep", "train.checkpoint_every=0st"]
+    process = commands.start("train", "quickstart", "--ranks=1", f"--out={run}", *[f"--set={s}" for s in settings])
+    commands.wait_for_step(run, 2, process)
+    os.kill(process.pid, signal.SIGINT)
+    status, out, err = commands.finish(process)
+    assert status == 130
+    assert "Traceback" not in out + err
+    ended = commands.events(run)[-1]
+    assert isinstance(ended, RunEnded)
+    assert ended.status == "interrupted"
+    assert (run / "checkpoints" / f"step-{ended.step:08d}" / "manifest.json").exists()
+
+
+def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(images, run)[0] == 0
+    assert {path.name for path in run.iterdir()} == {"config.toml", "events.jsonl", "summary.json", "checkpoints"}
+    summary = commands.summary(run)
+    for key in ("top1", "top5", "images_per_second", "T", "S", "N", "e", "steps", "epochs", "world_size", "wall_s"):
+        assert isinstance(summary[key], float | int), key
+    assert summary["T"] == pytest.approx(summary["S"] * summary["N"] * summary["e"])  # type: ignore[operator]
+    assert summary["ledger"]
+    replay = commands.run("train", str(run / "config.toml"), "--ranks=1", f"--out={tmp_path / 'again'}")
+    assert replay[0] == 0, replay
+    first, second = commands.last_weights(run), commands.last_weights(tmp_path / "again")
+    assert all((first[name] == second[name]).all() for name in first)
