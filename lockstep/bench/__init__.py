@@ -1,0 +1,1 @@
+"""This system beside its peers, in one run."""
