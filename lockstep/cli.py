@@ -161,7 +161,7 @@ def copy_recipe(name: str, file: Path) -> None:
 @bench.command("step")
 def bench_step(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to compare with DDP on.")] = 2,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 15,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
     round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Append the rows to this file as JSON.")] = None,
 ) -> None:
