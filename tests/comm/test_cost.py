@@ -1,0 +1,296 @@
+"""Costs against steps and bytes counted by hand, and fits against curves with known noise."""
+
+import math
+import tomllib
+
+import numpy as np
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.comm.cost import LARGE_BYTES, NAMES, Choice, Fit, Sample, fit_cost, predict_seconds
+from lockstep.comm.topology import Link, Topology, find_topology, group_sizes
+from lockstep.errors import LockstepError
+
+SIZES = [1024 * 4**power for power in range(9)]  # 1 KiB … 64 MiB
+FLAT, DOUBLING = Choice("flat"), Choice("doubling")
+
+
+def lay_out(sizes: list[int], intra: Link, inter: Link) -> Topology:
+    hosts = [f"node{node}" for node, size in enumerate(sizes) for _ in range(size)]
+    return Topology(find_topology(hosts).nodes, intra, inter)
+
+
+def count_steps(choice: Choice, sizes: list[int]) -> float:
+    """Seconds over links that take a second a step and nothing for the bytes."""
+    step = Link(1.0, math.inf)
+    return predict_seconds(choice, 1e9, lay_out(sizes, step, step))
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps"),
+    [
+        (FLAT, {64: 126, 256: 510, 1024: 2046, 2048: 4094}),
+        (Choice("hierarchical", 8), {64: 42, 256: 90, 1024: 282, 2048: 538}),
+        (Choice("hierarchical", 16), {64: 66, 256: 90, 1024: 186, 2048: 314}),
+        (Choice("torus", 16), {64: 36, 256: 60, 1024: 156, 2048: 284}),
+        (DOUBLING, {64: 12, 256: 16, 1024: 20, 2048: 22}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks_per_node", [1, 8])
+def test_steps_are_those_of_the_paper(choice: Choice, steps: dict[int, int], ranks_per_node: int) -> None:
+    for num_ranks, expected in steps.items():
+        assert count_steps(choice, [ranks_per_node] * (num_ranks // ranks_per_node)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "steps"), [(1, 0), (2, 2), (3, 4), (4, 4), (6, 6), (7, 6), (8, 6), (9, 8), (12, 8)]
+)
+def test_doubling_pays_two_steps_for_ranks_beyond_a_power_of_two(num_ranks: int, steps: int) -> None:
+    assert count_steps(DOUBLING, [num_ranks]) == steps
+
+
+@pytest.mark.parametrize(
+    ("mega_bytes", "milliseconds"),
+    [
+        (0.064, (10.24, 0.96, 0.79, 0.11)),
+        (1.0, (10.39, 1.39, 0.94, 0.26)),
+        (8.0, (11.51, 4.59, 2.06, 1.38)),
+        (51.1, (18.40, 24.31, 8.95, 8.27)),
+        (124.8, (30.18, 58.03, 20.73, 20.05)),
+    ],
+)
+def test_seconds_of_1024_ranks_at_100_gbit(mega_bytes: float, milliseconds: tuple[float, ...]) -> None:
+    link = Link(5e-6, 12.5e9)
+    topology = lay_out([1] * 1024, link, link)
+    for choice, expected in zip(
+        (FLAT, Choice("hierarchical", 16), Choice("torus", 16), DOUBLING), milliseconds, strict=True
+    ):
+        assert predict_seconds(choice, mega_bytes * 1e6, topology) * 1e3 == pytest.approx(expected, abs=0.006)
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.floats(0, 1e8))
+def test_over_links_all_alike_the_textbook_formulas_hold(k: int, num_groups: int, num_bytes: float) -> None:
+    p, link = k * num_groups, Link(2e-6, 3e9)
+    topology = lay_out([1] * p, link, link)
+    formulas = {
+        FLAT: (2 * (p - 1), 2 * (p - 1) / p),
+        Choice("hierarchical", k): (4 * (k - 1) + 2 * (p / k - 1), 4 * (k - 1) / k + 2 * (1 - k / p)),
+        Choice("torus", k): (2 * (k - 1) + 2 * (p / k - 1), 2 * (p - 1) / p),
+    }
+    for choice, (steps, factor) in formulas.items():
+        expected = steps * link.latency_s + factor * num_bytes / link.bytes_per_s
+        assert predict_seconds(choice, num_bytes, topology) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("choice", "latency", "transfer"),
+    [
+        # Round the ring: six steps inside nodes, one between, twice; 2 · 7/8 · 64 bytes over the slow link.
+        (FLAT, 2 * (6 + 10), 112),
+        # Inside 2 · 3 steps and 2 · 3/4 · 64 / 4 s, twice; between two masters 2 steps and 64 bytes.
+        (Choice("hierarchical", 4), 6 + 20 + 6, 24 + 64 + 24),
+        # Masters 0, 2, 4, 6 in a ring: two steps inside, one between, twice; 2 · 3/4 · 64 bytes.
+        (Choice("hierarchical", 2), 2 + 24 + 2, 16 + 96 + 16),
+        # One group over both nodes, and a single master.
+        (Choice("hierarchical", 8), 32 + 0 + 32, 112 + 0 + 112),
+        # Inside 3 steps and 3/4 · 64 / 4 s, twice; four columns of 16 bytes share the slow link.
+        (Choice("torus", 4), 3 + 20 + 3, 12 + 4 * 16 + 12),
+        # Two columns of four ranks, each 2 · 3/4 · 32 bytes over the same slow link.
+        (Choice("torus", 2), 1 + 24 + 1, 8 + 2 * 48 + 8),
+        # 32 and 16 bytes inside, 8 bytes of each of four ranks between, and back.
+        (DOUBLING, 2 * (1 + 1 + 10), 2 * (8 + 4 + 32)),
+    ],
+    ids=str,
+)
+def test_two_nodes_of_four_by_hand(choice: Choice, latency: float, transfer: float) -> None:
+    free, slow = math.inf, 0.0
+    assert predict_seconds(choice, 64, lay_out([4, 4], Link(1, free), Link(10, free))) == pytest.approx(latency)
+    assert predict_seconds(choice, 64, lay_out([4, 4], Link(slow, 4), Link(slow, 1))) == pytest.approx(transfer)
+
+
+@pytest.mark.parametrize(
+    ("choice", "latency", "transfer"),
+    [
+        (FLAT, 2 * (2 + 10), 2 * 3 / 4 * 48),
+        (Choice("hierarchical", 3), 4 + 20 + 4, 16 + 48 + 16),  # the lone rank waits for the other group
+        (Choice("hierarchical", 2), 2 + 2 * (1 + 10) + 2, 12 + 64 + 12),
+        # The lone rank owns all three pieces of 16 bytes and sums them one after another.
+        (Choice("torus", 3), 2 + 3 * 20 + 2, 8 + 3 * 16 + 8),
+        # Groups 01, 2, 3: two pieces of 24 bytes, rings 0-2-3 and 1-2-3, of which 2 and 3 take turns.
+        (Choice("torus", 2), 1 + 2 * 2 * (1 + 10) + 1, 6 + 2 * 2 * 2 / 3 * 24 + 6),
+    ],
+    ids=str,
+)
+def test_uneven_nodes_of_three_and_one_by_hand(choice: Choice, latency: float, transfer: float) -> None:
+    assert predict_seconds(choice, 48, lay_out([3, 1], Link(1, math.inf), Link(10, math.inf))) == pytest.approx(latency)
+    assert predict_seconds(choice, 48, lay_out([3, 1], Link(0, 4), Link(0, 1))) == pytest.approx(transfer)
+
+
+def test_a_ring_over_interleaved_ranks_crosses_nodes_at_every_hop() -> None:
+    nodes = find_topology(["a", "b", "a", "b"]).nodes
+    assert predict_seconds(FLAT, 0, Topology(nodes, Link(1, 1), Link(10, 1))) == 2 * 3 * 10
+    # Each node sends from two ranks at once: 2 · 3/4 · 8 bytes from each.
+    assert predict_seconds(FLAT, 8, Topology(nodes, Link(0, 1e9), Link(0, 1))) == pytest.approx(24)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 12), st.floats(0, 1e8))
+def test_every_choice_has_a_price_that_rises_with_the_message(sizes: list[int], k: int, num_bytes: float) -> None:
+    topology = lay_out(sizes, Link(1e-6, 1e10), Link(1e-5, 1e9))
+    for name in NAMES:
+        choice = Choice(name, k) if name in ("hierarchical", "torus") else Choice(name)
+        price, more = (predict_seconds(choice, size, topology) for size in (num_bytes, num_bytes + 1e6))
+        assert (price == more == 0) if sum(sizes) == 1 else (0 < price < more < math.inf)
+
+
+def test_slow_links_between_nodes_make_groups_worth_while_for_short_messages_only() -> None:
+    """The paper's hybrid rule: hierarchical for small tensors, a ring for large ones."""
+    topology = lay_out([16] * 64, Link(5e-6, 12.5e9), Link(5e-6, 12.5e9))
+    short, long = 2**20, 2**28
+    grouped = Choice("hierarchical", 16)
+    assert 16 in group_sizes(topology)
+    assert predict_seconds(grouped, short, topology) < predict_seconds(FLAT, short, topology) / 5
+    assert predict_seconds(grouped, long, topology) > predict_seconds(FLAT, long, topology)
+
+
+def test_an_unknown_algorithm_is_a_sentence() -> None:
+    with pytest.raises(LockstepError, match="no all-reduce 'star'; choose one of flat, hierarchical"):
+        predict_seconds(Choice("star"), 1, find_topology(["a", "b"]))
+
+
+@pytest.mark.parametrize("choice", [FLAT, DOUBLING, Choice("hierarchical", 8), Choice("torus", 1)])
+def test_a_choice_is_written_and_read_back(choice: Choice) -> None:
+    assert Choice.parse(str(choice)) == choice
+
+
+def test_a_choice_is_written_for_people() -> None:
+    assert [str(choice) for choice in (FLAT, Choice("hierarchical", 8))] == ["flat", "hierarchical/8"]
+
+
+@pytest.mark.parametrize("text", ["", "ring", "torus", "torus/", "torus/0", "torus/-2", "torus/x", "torus/²", "flat/4"])
+def test_a_choice_that_does_not_exist_is_a_sentence(text: str) -> None:
+    with pytest.raises(LockstepError, match="all-reduce"):
+        Choice.parse(text)
+
+
+@st.composite
+def curves(draw: st.DrawFn, steepest: float) -> Fit:
+    """One line, or two whose second is up to `steepest` times as steep as the first."""
+    latency = 10 ** draw(st.floats(-5, -1))
+    slope = latency / 10 ** draw(st.floats(3, 7.5))
+    if draw(st.booleans()):
+        return Fit(latency, slope)
+    return Fit(latency, slope * draw(st.floats(1 / 30, steepest)), 10 ** draw(st.floats(4.2, 6.6)), slope)
+
+
+def measure(curve: Fit, seed: int, noise: float, choice: Choice = FLAT) -> list[Sample]:
+    """Five samples a size, up to two of them disturbed to as much as ten times their length."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for size in SIZES:
+        factors = rng.uniform(1 - noise, 1 + noise, 5)
+        factors[: rng.integers(0, 3)] *= rng.uniform(2, 10)
+        samples += [Sample(choice, size, curve.predict(size) * factor) for factor in factors.tolist()]
+    return samples
+
+
+def worst_error(fit: Fit, curve: Fit, sizes: list[int]) -> float:
+    return max(abs(fit.predict(size) / curve.predict(size) - 1) for size in sizes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(curves(steepest=10), st.integers(0, 2**32))
+def test_a_noisy_curve_is_fitted_within_20_percent_of_the_truth_from_256_kib(curve: Fit, seed: int) -> None:
+    fit = fit_cost(measure(curve, seed, noise=0.1))[FLAT]
+    assert worst_error(fit, curve, [size for size in SIZES if size >= LARGE_BYTES]) < 0.2
+    assert fit.median_error <= fit.max_error < 0.2
+
+
+@settings(deadline=None, max_examples=60)
+@given(curves(steepest=1), st.integers(0, 2**32))
+def test_a_fit_holds_between_the_sizes_that_were_measured(curve: Fit, seed: int) -> None:
+    fit = fit_cost(measure(curve, seed, noise=0.05))[FLAT]
+    assert worst_error(fit, curve, [2 * size for size in SIZES if LARGE_BYTES <= size < SIZES[-1]]) < 0.2
+
+
+@settings(deadline=None, max_examples=40)
+@given(curves(steepest=10), st.integers(0, 2**32))
+def test_no_message_is_said_to_take_less_than_a_shorter_one(curve: Fit, seed: int) -> None:
+    fit = fit_cost(measure(curve, seed, noise=0.3))[FLAT]
+    predicted = [fit.predict(size) for size in range(0, 2 * SIZES[-1], SIZES[-1] // 100)]
+    assert predicted == sorted(predicted)
+    assert predicted[0] >= 0
+
+
+def test_an_exact_line_is_found_exactly_and_needs_no_knee() -> None:
+    fit = fit_cost([Sample(FLAT, size, 3e-4 + 2e-9 * size) for size in SIZES])[FLAT]
+    assert (fit.latency_s, fit.seconds_per_byte, fit.knee_bytes) == (pytest.approx(3e-4), pytest.approx(2e-9), 0)
+    assert fit.max_error == pytest.approx(0, abs=1e-9)
+
+
+def test_a_curve_with_a_knee_is_found_to_have_one() -> None:
+    truth = Fit(0.17, 3e-8, 3e5, 2.4e-7)  # as Gloo's ring over 32 ranks on two cores
+    fit = fit_cost([Sample(FLAT, size, truth.predict(size)) for size in SIZES])[FLAT]
+    assert fit.knee_bytes == pytest.approx(3e5, rel=0.1)
+    assert fit.seconds_per_byte == pytest.approx(3e-8, rel=0.05)
+    assert fit.short_seconds_per_byte == pytest.approx(2.4e-7, rel=0.1)
+
+
+def test_the_error_is_that_of_the_median_of_each_size() -> None:
+    samples = [Sample(FLAT, 2**20 * count, 1.0 + count) for count in (1, 2, 4, 8) for _ in range(2)]
+    disturbed = [*samples, Sample(FLAT, 2**20, 4.0)]
+    assert fit_cost(disturbed)[FLAT].max_error == pytest.approx(0, abs=1e-9)
+    off = [*samples[2:], Sample(FLAT, 2**20, 4.0)]  # now nothing else was measured at 1 MiB
+    assert fit_cost(off)[FLAT].max_error > 0.1
+
+
+def test_the_error_leaves_out_short_messages_unless_there_are_no_others() -> None:
+    short = [Sample(FLAT, 1024, 5.0), Sample(FLAT, 2048, 1.0)]
+    long = [Sample(FLAT, 2**20 * count, 1.0 + count) for count in (1, 2, 4, 8)]
+    fit = fit_cost([*short, *long])[FLAT]
+    assert fit.max_error == max(abs(fit.predict(size) / seconds - 1) for _, size, seconds in long)
+    assert fit.max_error < abs(fit.predict(1024) / 5.0 - 1)
+    alone = fit_cost(short)[FLAT]
+    assert alone.max_error == max(abs(alone.predict(size) / seconds - 1) for _, size, seconds in short) > 0
+
+
+def test_each_choice_gets_its_own_curve() -> None:
+    torus = Choice("torus", 4)
+    fits = fit_cost([*measure(Fit(1e-3, 1e-9), 0, 0.0), *measure(Fit(1e-4, 5e-9), 1, 0.0, torus)])
+    assert set(fits) == {FLAT, torus}
+    assert fits[FLAT].latency_s == pytest.approx(1e-3)
+    assert fits[torus].seconds_per_byte == pytest.approx(5e-9)
+    assert fit_cost([]) == {}
+
+
+def test_two_sizes_are_enough_and_one_is_a_sentence() -> None:
+    fit = fit_cost([Sample(FLAT, 0, 1.0), Sample(FLAT, 100, 3.0)])[FLAT]
+    assert (fit.latency_s, fit.seconds_per_byte) == (pytest.approx(1.0), pytest.approx(0.02))
+    with pytest.raises(LockstepError, match="flat was measured at one size only"):
+        fit_cost([Sample(FLAT, 100, 3.0), Sample(FLAT, 100, 3.0)])
+
+
+@pytest.mark.parametrize(("num_bytes", "seconds"), [(8, 0.0), (8, -1.0), (8, math.nan), (8, math.inf), (-1, 1.0)])
+def test_an_impossible_measurement_is_a_sentence(num_bytes: int, seconds: float) -> None:
+    with pytest.raises(LockstepError, match="measure again"):
+        fit_cost([Sample(FLAT, num_bytes, seconds), Sample(FLAT, 100, 1.0)])
+
+
+@settings(deadline=None, max_examples=20)
+@given(curves(steepest=10), st.integers(0, 2**32))
+def test_a_fit_survives_a_toml_file(curve: Fit, seed: int) -> None:
+    fit = fit_cost(measure(curve, seed, noise=0.1))[FLAT]
+    assert Fit.from_dict(tomllib.loads(tomli_w.dumps(fit.to_dict()))) == fit
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [({"latency_s": -1.0}, "latency_s"), ({"max_error": "big"}, "max_error"), ({"speed": 1.0}, "speed")],
+)
+def test_a_damaged_fit_is_a_sentence(change: dict[str, object], name: str) -> None:
+    with pytest.raises(LockstepError, match=f"{name}.*tune again"):
+        Fit.from_dict(Fit(1.0, 1.0).to_dict() | change)
+    with pytest.raises(LockstepError, match=r"latency_s, .*tune again"):
+        Fit.from_dict({})
