@@ -1,0 +1,96 @@
+"""Runs communication strictly in the order it is submitted, beside the computation (step 9 on the walk).
+
+One thread for a CPU, one side stream for a GPU. All ranks submit the same work in the same order, so they also run it
+in the same order, and what is summed does not depend on timing.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from lockstep.errors import LockstepError
+
+CLOSE_S = 1.0
+
+
+class Pending:
+    """Work submitted to a channel."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def run(self, stream: torch.cuda.Stream | None) -> BaseException | None:
+        """Do the work, on `stream` where there is one; what it raises is returned and comes out of `wait`."""
+        try:
+            if stream is None:
+                self._function()
+            else:
+                with torch.cuda.stream(stream):
+                    self._function()
+                    self._event = stream.record_event()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+        return self._error
+
+    def fail(self, error: BaseException) -> None:
+        """Give up the work before it began."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Return when the work is done, or raise what it raised; on a GPU the current stream waits, not the host."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            self._event.wait()
+
+
+class Channel:
+    """One lane for communication. After an error it runs nothing more: the ranks are no longer in step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def submit(self, function: Callable[[], None]) -> Pending:
+        """Run `function` after all that was submitted before."""
+        pending = Pending(function)
+        if self._stream is not None:
+            # The gradients are still being written on the current stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._run(pending)
+            return pending
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="lockstep-channel", daemon=True)
+            self._thread.start()
+        self._queue.put(pending)
+        return pending
+
+    def close(self) -> None:
+        """Let go of the thread; work that has not begun fails, and a thread that is stuck dies with the process."""
+        self._error = self._error or LockstepError("The communication channel was closed before this work began.")
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_S)
+            self._thread = None
+
+    def _run(self, pending: Pending) -> None:
+        if self._error is not None:
+            pending.fail(self._error)
+        else:
+            # close() may have set its error meanwhile: the first one stays.
+            error = pending.run(self._stream)
+            self._error = self._error or error
+
+    def _work(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            self._run(pending)
