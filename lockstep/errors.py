@@ -3,3 +3,7 @@
 
 class LockstepError(Exception):
     """A user's mistake or an outside failure; the message names the thing and says what to do."""
+
+
+class SharedError(LockstepError):
+    """A failure that every rank finds at once; rank 0 speaks for all."""

@@ -8,13 +8,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.pulse import Pulse
 from lockstep.errors import LockstepError
 
 
@@ -40,6 +41,7 @@ class World:
     local_size: int
     device: torch.device
     num_threads: int  # CPU cores this rank may use
+    pulse: Pulse | None = None  # a world of one needs none
 
     @property
     def is_first(self) -> bool:
@@ -68,6 +70,14 @@ class World:
         if self.size > 1:
             shared = tensor.to(self._message_device())
             dist.all_reduce(shared)
+            tensor.copy_(shared)
+        return tensor
+
+    def maximum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest over all ranks, element by element, in place."""
+        if self.size > 1:
+            shared = tensor.to(self._message_device())
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             tensor.copy_(shared)
         return tensor
 
@@ -190,9 +200,11 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
             f"Rank {member.rank} could not meet the other ranks at {member.address}:{member.port} "
             f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
         ) from error
+    pulse = Pulse(dist.distributed_c10d._get_default_store(), member.rank, member.size)
     try:
-        yield world
+        yield replace(world, pulse=pulse)
     finally:
+        pulse.close()
         dist.destroy_process_group()
 
 

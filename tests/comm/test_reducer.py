@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.comm.fusion import plan_buffers
+from lockstep.comm.cost import Choice
+from lockstep.comm.fusion import ReductionPlan, plan_buffers
+from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
+from lockstep.comm.topology import find_topology
+from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
 from lockstep.layout import plan_layout
 from lockstep.optim.groups import describe_parameters
@@ -25,7 +29,7 @@ def samples(count: int) -> torch.Tensor:
 
 
 def reduce_once(
-    world: World, shares: list[int], threshold: float, overlap: bool, passes: int = 1
+    world: World, shares: list[int], threshold: float, overlap: bool, passes: int = 1, choice: Choice = FLAT
 ) -> tuple[dict[str, torch.Tensor], float]:
     model = build_network()
     layout = plan_layout(describe_parameters(model))
@@ -33,13 +37,18 @@ def reduce_once(
     array = allocate_gradients(layout.numel, world.device)
     parameters = dict(model.named_parameters())
     slots = views(array[: layout.numel], layout)
+    buffers = plan_buffers(layout, threshold)
+    plan = ReductionPlan(buffers, (choice,) * len(buffers), overlap)
+    hybrid = None
+    if world.size > 1:
+        hybrid = Hybrid(find_topology(["here"] * world.size), world.rank, world.device, Wire())
+        hybrid.prepare(plan.choices)
     reducer = Reducer(
         [parameters[slot.name] for slot in layout.slots],
         array,
         slots,
-        plan_buffers(layout, threshold),
-        num_ranks=world.size,
-        overlap=overlap,
+        plan,
+        start=hybrid.start if hybrid else None,
     )
     start = sum(shares[: world.rank])
     own = samples(sum(shares))[start : start + shares[world.rank]]
@@ -79,6 +88,16 @@ def test_the_sum_over_uneven_shares_is_the_gradient_of_the_global_mean(
     results = run_ranks(reduce_once, len(shares), shares, threshold, overlap, passes)
     for named, votes in results:
         assert votes == sum(range(1, len(shares) + 1))
+        for name, gradient in oracle.items():
+            torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("choice", [Choice("doubling"), Choice("hierarchical", 2), Choice("torus", 2)], ids=str)
+def test_any_choice_of_algorithm_gives_the_same_sum(choice: Choice) -> None:
+    shares = [2, 1, 3]
+    oracle = expected(sum(shares))
+    for named, votes in run_ranks(reduce_once, 3, shares, 500.0, True, 1, choice):
+        assert votes == 6
         for name, gradient in oracle.items():
             torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
 

@@ -1,0 +1,64 @@
+"""Each buffer by the all-reduce chosen for it (step 9 on the walk): the paper's hybrid, with a choice per buffer.
+
+All ranks run the same choices in the same order on one channel, so the result does not depend on timing.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
+from lockstep.comm.channel import Channel
+from lockstep.comm.cost import Choice
+from lockstep.comm.topology import Topology, plan_groups
+from lockstep.comm.wire import Wire
+
+FLAT = Choice("flat", 1)
+
+
+class Pending(Protocol):
+    """A sum on its way."""
+
+    def wait(self) -> object: ...
+
+
+class Hybrid:
+    """Sums buffers over all ranks, each by its own choice of algorithm and group size."""
+
+    def __init__(self, topology: Topology, rank: int, device: torch.device, wire: Wire) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._wire = wire
+        self._groups: dict[int, Groups] = {}
+        self._channel = Channel(device)
+        self._is_plain = True
+        self.prepare([FLAT])
+
+    def prepare(self, choices: Iterable[Choice]) -> None:
+        """Make the process groups these choices need; every rank must call it with the same ones."""
+        choices = list(choices)
+        for size in sorted({choice.group_size for choice in choices} - self._groups.keys()):
+            # One process group carries all: they take turns on the channel, and every group more is a mesh of sockets.
+            first = next(iter(self._groups.values()), None)
+            self._groups[size] = build_groups(plan_groups(self._topology, size), self._rank, share=first)
+        # PyTorch's own all-reduce is asynchronous already and keeps its own order, as long as nothing else runs.
+        self._is_plain = self._wire.is_plain and all(choice == FLAT for choice in choices)
+
+    def start(self, buffer: Tensor, choice: Choice) -> Pending:
+        """Begin to sum a buffer in place; what is started first is summed first."""
+        if self._is_plain:
+            work: Pending | None = dist.all_reduce(buffer, async_op=True)
+            assert work is not None
+            return work
+        return self._channel.submit(lambda: self.run(buffer, choice))
+
+    def run(self, buffer: Tensor, choice: Choice) -> None:
+        """Sum a buffer in place, here and now."""
+        self._wire.sum(buffer, ALGORITHMS[choice.algorithm], self._groups[choice.group_size])
+
+    def close(self) -> None:
+        """Stop the channel."""
+        self._channel.close()
