@@ -1,5 +1,6 @@
 """The commands. Each imports its package only when it runs, so that --help and mistakes answer at once."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -9,9 +10,10 @@ import typer
 from rich.console import Console
 
 from lockstep import __version__, config
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 
 if TYPE_CHECKING:
+    from lockstep.comm.tuner import Tuning
     from lockstep.comm.world import World
     from lockstep.events import Sink
 
@@ -33,7 +35,8 @@ def main() -> None:
     try:
         app()
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
+            print(f"lockstep: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("lockstep: interrupted.", file=sys.stderr)
@@ -70,8 +73,6 @@ def train(
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
     name, folder, wanted = _plan_run(target, settings or [], out, resume=resume)
 
-    import os
-
     from lockstep.comm.world import read_membership
     from lockstep.engine.build import check_shares, open_sources
     from lockstep.engine.launch import choose_num_ranks, launch_ranks
@@ -94,6 +95,81 @@ def train(
     status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=_open_sink)
     if status_word == "interrupted":
         raise typer.Exit(130)
+
+
+@app.command()
+def tune(
+    target: Annotated[str, typer.Argument(help="A recipe's name or a TOML file.", metavar="RECIPE")] = "quickstart",
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Explain every tuning remembered, measure nothing.")] = False,
+) -> None:
+    """Measure how gradients travel best for a recipe on these ranks, and remember it for later runs."""
+    from lockstep.comm.tuner import read_tuning
+    from lockstep.comm.world import join_world, read_membership
+    from lockstep.engine.launch import choose_num_ranks, launch_ranks
+    from lockstep.engine.tune import default_tuning_folder, tune_recipe
+
+    console = Console()
+    if show:
+        files = sorted(default_tuning_folder().glob("*.toml"))
+        if not files:
+            raise LockstepError("Nothing has been tuned yet; run `lockstep tune RECIPE --ranks N` first.")
+        for file in files:
+            if tuning := read_tuning(file):
+                _show_tuning(tuning, file, console)
+        return
+    _, wanted = config.load_recipe(target, settings or [])
+    membership = read_membership(os.environ)
+    if membership is None:
+        num_ranks = choose_num_ranks(ranks)
+        if num_ranks == 1:
+            raise LockstepError("One rank has nobody to send gradients to; ask for more with --ranks.")
+        arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
+        raise typer.Exit(launch_ranks(num_ranks, arguments))
+    with join_world(membership, backend=wanted.comm.backend, timeout_s=wanted.comm.timeout_s) as world:
+        measured, file = tune_recipe(wanted, world)
+        if world.is_first:
+            _show_tuning(measured, file, console)
+
+
+def _show_tuning(tuning: "Tuning", file: Path, console: Console) -> None:
+    """What was measured, what was chosen, and why."""
+    from rich.table import Table
+
+    from lockstep.report.phrases import size
+
+    console.print(f"[bold]{tuning.topology}[/bold] over {tuning.backend}, {tuning.model}", highlight=False)
+    console.print(f"measured in {tuning.seconds:.1f} s, kept in {file}", highlight=False, soft_wrap=True)
+    choices = list(dict.fromkeys(sample.choice for sample in tuning.samples))
+    measured = {(sample.num_bytes, sample.choice): sample.seconds for sample in tuning.samples}
+    table = Table(box=None, header_style="bold", title="milliseconds by message size, the best of each marked")
+    table.add_column("bytes", justify="right")
+    for choice in choices:
+        table.add_column(str(choice), justify="right")
+    for num_bytes in sorted({sample.num_bytes for sample in tuning.samples}):
+        row = {choice: measured[num_bytes, choice] for choice in choices if (num_bytes, choice) in measured}
+        best = min(row, key=row.__getitem__)
+        cells = [
+            f"{row[choice] * 1e3:.2f}{' *' if choice == best else '  '}" if choice in row else "-  "
+            for choice in choices
+        ]
+        table.add_row(size(num_bytes), *cells)
+    console.print(table)
+    for choice, fit in tuning.fits.items():
+        console.print(
+            f"  {choice}: about {fit.latency_s * 1e3:.2f} ms + {fit.seconds_per_byte * 1e9:.2f} ms/MB for long ones; "
+            f"from 256 KiB the fit is off by {100 * fit.median_error:.0f} %, at most {100 * fit.max_error:.0f} %",
+            highlight=False,
+        )
+    for trial in sorted(tuning.trials, key=lambda trial: trial.seconds):
+        console.print(f"  {trial.seconds * 1e3:8.1f} ms  a backward pass with gradients {trial.name}", highlight=False)
+    for buffer, choice in zip(tuning.plan.buffers, tuning.plan.choices, strict=True):
+        gradients = f"gradients {buffer.first} to {buffer.last - 1}"
+        console.print(f"  buffer of {size(4 * (buffer.end - buffer.start))}: {gradients} by {choice}", highlight=False)
+    console.print(f"  sent {'under' if tuning.plan.overlap else 'after'} the backward pass\n", highlight=False)
 
 
 def _plan_run(
@@ -160,30 +236,65 @@ def copy_recipe(name: str, file: Path) -> None:
 
 @bench.command("step")
 def bench_step(
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks to compare with DDP on.")] = 2,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
+    gradient_mb: Annotated[
+        float | None,
+        typer.Option(help="Train a network with about this many MB of gradients; two usual ones if not given."),
+    ] = None,
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
     round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Append the rows to this file as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
 ) -> None:
     """A whole training step beside PyTorch's DDP on several ranks and beside a bare loop on one."""
-    import os
+    from lockstep.bench.step import run_parent
 
-    from lockstep.comm.world import read_membership
-    from lockstep.engine.launch import launch_ranks
+    run_parent(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        gradient_mb=gradient_mb,
+        gbit_per_s=gbit_per_s,
+        rounds=rounds,
+        round_s=round_s,
+        json_file=json_file,
+    )
 
-    membership = read_membership(os.environ)
-    if membership is not None:
-        from lockstep.bench.step import run_rank
 
-        run_rank(membership, rounds=rounds, round_s=round_s, json_file=json_file)
-        return
-    arguments = ["bench", "step", "--rounds", str(rounds), "--round-s", str(round_s)]
-    if json_file is not None:
-        try:  # before minutes of measuring
-            json_file.write_text("[]\n")
-        except OSError as error:
-            raise LockstepError(f"{json_file} cannot be written ({error.strerror}); choose another --json.") from error
-        arguments += ["--json", str(json_file)]
-    for count in (1, ranks):
-        if status := launch_ranks(count, arguments):
-            raise typer.Exit(status)
+@bench.command("allreduce")
+def bench_allreduce(
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 4,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 8,
+    sizes: Annotated[str, typer.Option(help="Message sizes, such as 1KiB,64KiB,4MiB; 1 KiB to 64 MiB if empty.")] = "",
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 12,
+    budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 300.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
+) -> None:
+    """Every all-reduce over message sizes beside PyTorch's own and beside the model's prediction."""
+    from lockstep.bench.allreduce import SIZES, parse_sizes, run_parent
+
+    run_parent(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        sizes=parse_sizes(sizes) if sizes else SIZES,
+        gbit_per_s=gbit_per_s,
+        rounds=rounds,
+        budget_s=budget_s,
+        json_file=json_file,
+        html_file=html_file,
+    )
+
+
+@bench.command("virtual")
+def bench_virtual(
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit of each node's link.")] = 1.0,
+    delay_ms: Annotated[float | None, typer.Option(help="Delay of each link, where the kernel has netem.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE=GBIT_PER_S, another limit for one node.")] = None,
+) -> None:
+    """Lay out a cluster of network namespaces on this machine and measure its links."""
+    from lockstep.bench.network import parse_slow, run_parent
+
+    run_parent(nodes=nodes, gbit_per_s=gbit_per_s, delay_ms=delay_ms, slow=parse_slow(slow or []))

@@ -242,12 +242,30 @@ class CommConfig(Section):
     """How ranks exchange gradients."""
 
     section = "comm"
+    only_with = {
+        "group_size": ("algorithm", ("hierarchical", "torus")),
+        "division": ("wire", ("fp16", "bf16")),
+    }
 
     backend: Literal["auto", "nccl", "gloo"] = Field(default="auto", description="auto: nccl on GPUs, gloo on CPUs")
-    buffer_mb: float = Field(
-        default=25.0, gt=0, description="gradients are sent in fused buffers of about this size, in MiB"
+    algorithm: Literal["auto", "flat", "hierarchical", "torus", "doubling"] = Field(
+        default="auto", description="how a buffer is summed; auto: measured, for each buffer"
     )
-    overlap: bool = Field(default=True, description="reduce buffers while backward still runs")
+    group_size: int = Field(default=0, ge=0, description="ranks in a group; 0: those of a node")
+    fusion: Literal["auto", "merged", "two-segments", "threshold"] = Field(
+        default="auto", description="which gradients travel together; auto: each rule tried"
+    )
+    buffer_mb: float = Field(default=25.0, gt=0, description="size of a fused buffer under the threshold rule, in MiB")
+    overlap: Literal["auto", "on", "off"] = Field(
+        default="auto", description="reduce buffers while backward still runs; auto: measured"
+    )
+    wire: Literal["fp32", "fp16", "bf16"] = Field(default="fp32", description="the precision gradients travel in")
+    division: Literal["before", "split", "fp32"] = Field(
+        default="before",
+        description="where half-precision sums are divided: before, by the root on both sides, in FP32",
+    )
+    cluster: str = Field(default="", description="a cluster file; the nodes are found from host names if empty")
+    tune_s: float = Field(default=20.0, ge=0, description="longest time for measuring before step 0; 0: not at all")
     timeout_s: float = Field(default=600.0, gt=0, description="a rank silent for this long ends the run, in seconds")
 
 

@@ -124,6 +124,7 @@ class RunEnded(Event):
     share_comm: float
     share_input: float
     reason: str = ""
+    straggler: str = ""  # the sentence that names who held the others up, if anyone did
 
 
 KINDS: dict[str, type[Event]] = {

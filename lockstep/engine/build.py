@@ -1,5 +1,7 @@
 """From a configuration to the parts of a run: the only place that builds (step 0 on the walk)."""
 
+import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,8 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.fusion import plan_buffers
+from lockstep.comm.cost import Choice
+from lockstep.comm.fusion import ReductionPlan, plan_buffers
+from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
+from lockstep.comm.topology import Topology, find_topology, read_cluster
+from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
 from lockstep.config import DataConfig, RunConfig
 from lockstep.data.generated import build_generated, default_cache
@@ -48,6 +54,8 @@ class Parts:
     layout: Layout
     weights: Tensor
     reducer: Reducer
+    hybrid: Hybrid | None  # None in a world of one
+    topology: Topology
     rule: Rule
     schedule: Schedule
     clock: Clock
@@ -101,25 +109,67 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
     world.broadcast(weights)
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device)
+    topology = build_topology(config, world)
+    hybrid = Hybrid(topology, world.rank, world.device, build_wire(config)) if world.size > 1 else None
+    plan = default_plan(config, layout, topology)
+    if hybrid:
+        hybrid.prepare(plan.choices)
     reducer = Reducer(
         [parameters[slot.name] for slot in layout.slots],
         gradients,
         views(gradients[: layout.numel], layout),
-        plan_buffers(layout, config.comm.buffer_mb * 2**20),
-        num_ranks=world.size,
-        overlap=config.comm.overlap,
+        plan,
+        start=hybrid.start if hybrid else None,
+        pulse=world.pulse,
     )
     return Parts(
         model=model.train(),
         layout=layout,
         weights=weights,
         reducer=reducer,
+        hybrid=hybrid,
+        topology=topology,
         rule=build_rule(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),
         label_smoothing=optim.label_smoothing,
         max_batch_per_rank=config.train.max_batch_per_rank,
     )
+
+
+def build_topology(config: RunConfig, world: World) -> Topology:
+    """Where the ranks stand: from the cluster file, or from the names their hosts report."""
+    if not config.comm.cluster:
+        return find_topology(world.gather_objects(os.environ.get("LOCKSTEP_NODE") or socket.gethostname()))
+    topology = read_cluster(config.comm.cluster)
+    if topology.num_ranks != world.size:
+        raise LockstepError(
+            f"comm.cluster = {config.comm.cluster} describes {topology.num_ranks} ranks ({topology.key()}), but this "
+            f"world has {world.size}; correct the file or the number of ranks."
+        )
+    return topology
+
+
+def build_wire(config: RunConfig) -> Wire:
+    """The precision gradients travel in."""
+    return Wire(config.comm.wire, config.comm.division)
+
+
+def pinned_choice(config: RunConfig, topology: Topology) -> Choice | None:
+    """The all-reduce the recipe pins, if it does."""
+    comm = config.comm
+    if comm.algorithm == "auto":
+        return None
+    if comm.algorithm in ("hierarchical", "torus"):
+        return Choice(comm.algorithm, comm.group_size or len(topology.nodes[0]))
+    return Choice(comm.algorithm)
+
+
+def default_plan(config: RunConfig, layout: Layout, topology: Topology) -> ReductionPlan:
+    """What runs until something has been measured: the threshold rule and PyTorch's own all-reduce."""
+    buffers = plan_buffers(layout, config.comm.buffer_mb * 2**20)
+    choice = pinned_choice(config, topology) or FLAT
+    return ReductionPlan(buffers, (choice,) * len(buffers), overlap=config.comm.overlap != "off")
 
 
 def build_network(config: RunConfig, num_classes: int) -> nn.Module:

@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 
+from lockstep.comm.pulse import Pulse
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
@@ -15,7 +16,8 @@ from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Sink
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm can send USR1 ahead of a time limit
+# A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
 
@@ -31,8 +33,10 @@ def run_rank(
 ) -> Status:
     """Train as one rank of the world; rank 0's word on the run's `folder` counts."""
     with (
-        explain_failures(membership.rank if membership else 0),
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
+        # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
+        watch_signals() as stop,
+        explain_failures(world),
     ):
         folder = world.broadcast_object(folder)
         if world.is_first and not resume:
@@ -42,15 +46,16 @@ def run_rank(
         parts = build_parts(config, world, sources)
         sink = open_sink(world, folder)
         try:
-            with watch_signals() as stop:
-                trainer = Trainer(config, name, world, sources, parts, folder, sink, stop)
-                if resume:
-                    trainer.resume()
-                    if world.is_first:  # not before: overrides that do not fit must leave the run resumable
-                        write_config(folder, config)
-                return trainer.run()
+            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop)
+            if resume:
+                trainer.resume()
+                if world.is_first:  # not before: overrides that do not fit must leave the run resumable
+                    write_config(folder, config)
+            return trainer.run()
         finally:
             sink.close()
+            if parts.hybrid:
+                parts.hybrid.close()
 
 
 def prepare_folder(folder: Path) -> None:
@@ -94,12 +99,12 @@ def watch_signals() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def explain_failures(rank: int) -> Iterator[None]:
+def explain_failures(world: World) -> Iterator[None]:
     """Turn what the engines below raise for outside causes into one sentence."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise LockstepError(f"Rank {rank} is out of device memory; lower train.max_batch_per_rank.") from error
+        raise LockstepError(f"Rank {world.rank} is out of device memory; lower train.max_batch_per_rank.") from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
@@ -109,4 +114,13 @@ def explain_failures(rank: int) -> Iterator[None]:
     except RuntimeError as error:
         if not any(words in str(error) for words in LOST_CONTACT):
             raise
-        raise LockstepError(f"Rank {rank} lost contact with the other ranks and stopped.") from error
+        raise LockstepError(describe_loss(world.rank, world.pulse)) from error
+
+
+def describe_loss(rank: int, pulse: Pulse | None) -> str:
+    """Who is missing after a failed all-reduce, as far as the pulses tell."""
+    lost = pulse.find_lost() if pulse else None
+    if lost is None:
+        return f"Rank {rank} lost contact with the other ranks and stopped."
+    what = "stopped answering" if lost.is_dead else "is behind the others"
+    return f"Rank {lost.rank} {what} and never sent buffer {lost.buffer + 1} of step {lost.step}; rank {rank} stopped."

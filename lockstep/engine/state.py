@@ -4,7 +4,7 @@ Nothing else is saved, because everything else is a function of it: the data ord
 the seed, the learning rate of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from lockstep.data.order import Cursor, Ledger
 from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import Saved, load_checkpoint, save_checkpoint
 from lockstep.engine.evaluate import average_statistics
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
 
 
@@ -38,8 +38,13 @@ def sum_ledger(ledger: Ledger, world: World) -> Ledger:
     return Ledger(int(value), int(count))
 
 
-def save_state(folder: Path, state: State, parts: Parts, world: World, *, keep: int) -> Saved | None:
-    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
+def save_state(
+    folder: Path, state: State, parts: Parts, world: World, order: Mapping[str, int], *, keep: int
+) -> Saved | None:
+    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
+
+    `order` is what the data order depends on: seed and number of samples.
+    """
     average_statistics(parts.model, world)
     ledger = sum_ledger(state.ledger, world)
     if not world.is_first:
@@ -51,11 +56,14 @@ def save_state(folder: Path, state: State, parts: Parts, world: World, *, keep: 
         "rule": _name_rule(parts),
         "rule_steps": parts.rule.step_count,
         "world_size": world.size,
+        "order": dict(order),
     }
     return save_checkpoint(folder, state.step, _collect_tensors(parts), counters, keep=keep)
 
 
-def load_state(folder: Path, parts: Parts, world: World, warn: Callable[[str], None]) -> tuple[State, int]:
+def load_state(
+    folder: Path, parts: Parts, world: World, order: Mapping[str, int], warn: Callable[[str], None]
+) -> tuple[State, int]:
     """Go on from the last good checkpoint; also returns how many ranks wrote it.
 
     Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
@@ -66,13 +74,14 @@ def load_state(folder: Path, parts: Parts, world: World, warn: Callable[[str], N
         try:
             checkpoint = load_checkpoint(folder, warn)
             _check_rule(parts, checkpoint.state["rule"])
+            _check_order(order, checkpoint.state["order"])
             _fill_tensors(parts, checkpoint.files)
             counters = checkpoint.state
         except LockstepError as error:
             failure = str(error)
     failure = world.broadcast_object(failure)
     if failure:
-        raise LockstepError(failure)
+        raise SharedError(failure)
     counters = world.broadcast_object(counters)
     for array in (parts.weights, *parts.rule.state().values(), *parts.model.buffers()):
         world.broadcast(array)
@@ -104,6 +113,16 @@ def _check_rule(parts: Parts, saved: str) -> None:
             f"The checkpoint holds the optimiser state of {saved} but this run uses {_name_rule(parts)}; "
             f"resume with optim.name={saved}."
         )
+
+
+def _check_order(order: Mapping[str, int], saved: Mapping[str, int]) -> None:
+    """Refuse another seed or another number of samples: the cursor would point into another order."""
+    for name, value in saved.items():
+        if order[name] != value:
+            raise LockstepError(
+                f"The checkpoint was written with {name} = {value}, this run has {order[name]}; "
+                "resume with the seed and the data the run was started with."
+            )
 
 
 def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:

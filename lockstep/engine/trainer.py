@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep import __version__
+from lockstep.comm.links import measure_links
+from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix
@@ -20,7 +22,8 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP, train_step
 from lockstep.engine.timing import Kind
-from lockstep.errors import LockstepError
+from lockstep.engine.tune import default_tuning_folder, describe_tuning, tune_parts
+from lockstep.errors import LockstepError, SharedError
 from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, Sink, StepDone
 
 Status = Literal["finished", "interrupted"]
@@ -89,6 +92,7 @@ class Trainer:
         start = time.time()
         self._say_started(start)
         try:
+            self._tune()
             with build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline:
                 status = self._loop(pipeline)
         except BaseException as error:
@@ -99,6 +103,12 @@ class Trainer:
         if self.unsaved:
             raise LockstepError(self.unsaved)
         return status
+
+    def _tune(self) -> None:
+        """Choose how gradients travel; the run remembers, so that it adds in the same order when it goes on."""
+        tuning = tune_parts(self.config, self.parts, self.world, [self.folder / "tuning.toml", default_tuning_folder()])
+        if tuning:
+            self._emit(Notice(level="info", text=describe_tuning(tuning)))
 
     def _loop(self, pipeline: TrainPipeline) -> Status:
         state, parts, clock = self.state, self.parts, self.parts.clock
@@ -132,6 +142,11 @@ class Trainer:
     def _epoch(self) -> float:
         return self.state.step / self.steps_per_epoch
 
+    @property
+    def _order(self) -> dict[str, int]:
+        """What the data order depends on."""
+        return {"seed": self.config.train.seed, "num_samples": self.sources.train.num_samples}
+
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
@@ -162,7 +177,7 @@ class Trainer:
         tally = self.tally.tolist()
         loss = tally[LOSS] / window.steps
         if not math.isfinite(loss):
-            raise LockstepError(
+            raise SharedError(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
                 "lengthen optim.warmup."
             )
@@ -194,7 +209,7 @@ class Trainer:
             EpochDone(epoch=epoch, ledger=f"{total.value:016x}", ledger_ok=total == expected, bad_samples=bad_samples)
         )
         if total != expected:
-            raise LockstepError(
+            raise SharedError(
                 f"Epoch {epoch + 1} did not see every sample exactly once ({total}, expected {expected}); "
                 "this is a defect of Lockstep, please report it."
             )
@@ -231,7 +246,9 @@ class Trainer:
         """Write a checkpoint; a disk that cannot take it costs the checkpoint, not the run."""
         folder = self.folder / "checkpoints"
         try:
-            saved = save_state(folder, self.state, self.parts, self.world, keep=self.config.train.keep_checkpoints)
+            saved = save_state(
+                folder, self.state, self.parts, self.world, self._order, keep=self.config.train.keep_checkpoints
+            )
         except OSError as error:
             self.unsaved = (
                 f"The checkpoint of step {self.state.step} could not be written to {folder} "
@@ -253,9 +270,9 @@ class Trainer:
         def warn(text: str) -> None:
             self._emit(Notice(level="warning", text=text))
 
-        self.state, wrote = load_state(self.folder / "checkpoints", self.parts, self.world, warn)
+        self.state, wrote = load_state(self.folder / "checkpoints", self.parts, self.world, self._order, warn)
         if self._is_last:
-            raise LockstepError(
+            raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
                 "--set train.duration=… with a longer one."
             )
@@ -292,8 +309,10 @@ class Trainer:
     def _say_ended(self, status: Literal["finished", "interrupted", "failed"], start: float, reason: str = "") -> None:
         """T = S · N · e: S is what one rank would do if it never waited, e the share of the time it did not."""
         spent = self.spent if self.spent.images else self.first
+        straggler = ""
         seconds = torch.tensor([spent.seconds[kind] for kind in TRAINING], dtype=torch.float64)
         if status != "failed":  # after a failure the other ranks may be gone, and rank 0 speaks for itself
+            straggler = self._name_straggler(spent)
             seconds = self.world.sum(seconds) / self.world.size
         waited, computed, communicated = seconds.tolist()
         total = max(waited + computed + communicated, 1e-9)
@@ -315,5 +334,19 @@ class Trainer:
                 share_comm=communicated / total,
                 share_input=waited / total,
                 reason=reason,
+                straggler=straggler,
             )
         )
+
+    def _name_straggler(self, spent: Window) -> str:
+        """The sentence on who held the others up, if anyone did; every rank must call it."""
+        steps = max(1, spent.steps)
+        own = RankTimes(spent.seconds["input"] / steps, spent.seconds["compute"] / steps)
+        times: list[RankTimes] = self.world.gather_objects(own)
+        topology = self.parts.topology
+        waited = self.world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
+        links = measure_links(self.world, topology) if waited > NOTABLE_SHARE else []
+        nodes = [topology.node_of(rank) for rank in range(self.world.size)]
+        num_bytes = 4 * self.parts.layout.numel
+        straggler = find_straggler(times, spent.total_s / steps, links, num_bytes, nodes)
+        return straggler.text if straggler else ""

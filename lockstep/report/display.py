@@ -101,8 +101,8 @@ class PlainDisplay(Display):
         width = max(len(label) for label, _ in rows)
         for label, value in rows:
             print_plain(self.console, f"{label:{width}}  {value}")
-        if spent := describe_spent(ended):
-            print_plain(self.console, spent)
+        for line in describe_spent(ended):
+            print_plain(self.console, line)
 
 
 class LiveDisplay(Display):
@@ -128,8 +128,8 @@ class LiveDisplay(Display):
         for label, value in describe_result(ended, self.evaluated, self.folder):
             table.add_row(Text(label, style="cyan"), Text(value, style="bold" if label == "top-1" else ""))
         self.console.print(table)
-        if spent := describe_spent(ended):
-            self.console.print(Text(spent))
+        for line in describe_spent(ended):
+            self.console.print(Text(line))
 
     def close(self) -> None:
         if self._live:

@@ -94,7 +94,9 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
     return rows
 
 
-def describe_spent(ended: RunEnded) -> str:
-    """Where the time went; nothing for a run that ended before it trained."""
+def describe_spent(ended: RunEnded) -> list[str]:
+    """Where the time went and who held the others up; nothing for a run that ended before it trained."""
     shares = ended.share_compute, ended.share_comm, ended.share_input
-    return spent_sentence(*shares) if sum(shares) > 0 else ""
+    if sum(shares) <= 0:
+        return []
+    return [spent_sentence(*shares), *([ended.straggler] if ended.straggler else [])]

@@ -40,4 +40,5 @@ def tiny_settings(images: Path) -> list[str]:
         "train.log_every=1",
         "train.eval_every=1ep",
         "train.checkpoint_every=3st",
+        "comm.tune_s=0",
     ]

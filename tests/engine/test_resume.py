@@ -106,12 +106,20 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(images: Path, tmp_path: P
     )
     commands.wait_for_step(folder, 2, process)
     ranks = commands.list_children(process.pid)
-    os.kill(ranks[1], signal.SIGKILL)
+    victim = ranks[1]
+    (name,) = [
+        variable.removeprefix("RANK=")
+        for variable in Path(f"/proc/{victim}/environ").read_text().split("\0")
+        if variable.startswith("RANK=")
+    ]
+    os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
     status, out, err = commands.finish(process)
     assert time.monotonic() - start < 30
     assert status == 1
-    assert "was killed by SIGKILL" in err
+    assert f"Rank {name} was killed by SIGKILL" in err
+    survivors = [line for line in err.splitlines() if f"Rank {name} stopped answering and never sent buffer" in line]
+    assert len(survivors) == 2, err
     assert "Traceback" not in out + err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 

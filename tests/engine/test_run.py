@@ -2,6 +2,7 @@
 
 import signal
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import Sink
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import tiny_config
+from tests.ranks import world_of_one
 
 SHORT = ["train.duration=3st", "optim.warmup=0st", "train.eval_every=0st"]
 
@@ -83,12 +85,12 @@ def test_a_stop_signal_is_noted_and_the_handlers_come_back(number: signal.Signal
     ],
 )
 def test_an_outside_failure_becomes_a_sentence(error: Exception, words: str) -> None:
-    with pytest.raises(LockstepError, match=words), explain_failures(5):
+    with pytest.raises(LockstepError, match=words), explain_failures(replace(world_of_one(), rank=5)):
         raise error
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no"), KeyError("x")])
 def test_a_defect_of_ours_stays_what_it_is(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explain_failures(0):
+    with pytest.raises(type(error)) as caught, explain_failures(world_of_one()):
         raise error
     assert caught.value is error

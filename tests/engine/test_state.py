@@ -19,6 +19,8 @@ from tests.ranks import run_ranks, world_of_one
 NUM_SAMPLES, GLOBAL_BATCH, EPOCH, NUM_STEPS = 103, 28, 4, 2
 Arrays = dict[str, Tensor]
 
+ORDER = {"seed": 5, "num_samples": 130}
+
 
 def build_parts(world: World, *, optim: str = "lamb", width: int = 4, norm: bool = True) -> Parts:
     config = RunConfig.model_validate(
@@ -72,13 +74,13 @@ def samples_taken() -> np.ndarray:
 def save(world: World, folder: Path) -> tuple[Arrays, bool]:
     parts = build_parts(world)
     scramble(world, parts)
-    saved = save_state(folder, run_half_an_epoch(world), parts, world, keep=1)
+    saved = save_state(folder, run_half_an_epoch(world), parts, world, ORDER, keep=1)
     return collect(parts), saved is not None
 
 
 def load(world: World, folder: Path) -> tuple[Arrays, State, int, int, Ledger]:
     parts = build_parts(world)
-    state, wrote = load_state(folder, parts, world, pytest.fail)
+    state, wrote = load_state(folder, parts, world, ORDER, pytest.fail)
     return collect(parts), state, wrote, parts.rule.step_count, sum_ledger(state.ledger, world)
 
 
@@ -126,7 +128,7 @@ def test_the_ledger_of_a_half_done_epoch_is_restored_once_over_all_ranks(
 def load_and_complain(world: World, folder: Path, settings: dict[str, object]) -> str:
     heard: list[str] = []
     try:
-        load_state(folder, build_parts(world, **settings), world, heard.append)  # type: ignore[arg-type]
+        load_state(folder, build_parts(world, **settings), world, ORDER, heard.append)  # type: ignore[arg-type]
     except LockstepError as error:
         return str(error)
     return ""
@@ -143,7 +145,7 @@ def test_the_state_of_another_rule_is_a_sentence(saved: tuple[Path, list[tuple[A
 def test_momentum_of_sgd_is_not_taken_for_that_of_lars(tmp_path: Path) -> None:
     """Both keep one array of the same name, but LARS multiplies by the learning rate first."""
     world = world_of_one()
-    save_state(tmp_path, State(step=1), build_parts(world, optim="sgd"), world, keep=1)
+    save_state(tmp_path, State(step=1), build_parts(world, optim="sgd"), world, ORDER, keep=1)
     assert "optim.name=sgd" in load_and_complain(world, tmp_path, {"optim": "lars"})
 
 
@@ -160,13 +162,23 @@ def test_the_weights_of_another_model_are_a_sentence(
 def test_a_model_with_more_statistics_than_the_checkpoint_is_a_sentence(tmp_path: Path) -> None:
     world = world_of_one()
     parts = build_parts(world)
-    save_state(tmp_path, State(step=1), parts, world, keep=1)
+    save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
     parts.model.register_buffer("extra", torch.zeros(3))
     with pytest.raises(LockstepError, match="does not fit this model: extra is missing"):
-        load_state(tmp_path, parts, world, pytest.fail)
+        load_state(tmp_path, parts, world, ORDER, pytest.fail)
 
 
 def test_every_rank_hears_why_nothing_could_be_loaded(tmp_path: Path) -> None:
     first, second = run_ranks(load_and_complain, 2, tmp_path, {})
     assert "There is no checkpoint under" in first
     assert first == second
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"num_samples": 131}])
+def test_another_data_order_is_refused(tmp_path: Path, change: dict[str, int]) -> None:
+    world = world_of_one()
+    parts = build_parts(world)
+    save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+    (name,) = change
+    with pytest.raises(LockstepError, match=f"written with {name} = {ORDER[name]}, this run has {change[name]}"):
+        load_state(tmp_path, parts, world, ORDER | change, pytest.fail)
