@@ -5,12 +5,16 @@ process, so that the machine's noise falls on both; what counts is the median of
 """
 
 import json
+import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,18 +22,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.comm.world import Membership, World, join_world
-from lockstep.config import CommConfig, OptimConfig, RunConfig, TrainConfig
+from lockstep.bench.virtual import VirtualCluster, fork_ranks
+from lockstep.comm.world import Membership, World, join_world, read_membership
+from lockstep.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts, assemble
 from lockstep.engine.step import train_step
+from lockstep.engine.tune import describe_plan, tune_parts
+from lockstep.errors import LockstepError
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
 from lockstep.optim.schedule import Schedule
 
 Step = Callable[[], None]
 BUFFER_MB = (1.0, 4.0, 25.0, 100.0)
+TIMEOUT_S = 300.0
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 1e-4
 
 
@@ -47,6 +55,14 @@ CASES = (
     Case("quickstart's network, 0.7 M parameters", width=16, image_size=48, batch=64),
     Case("ResNet-18, 11.2 M parameters", width=64, image_size=64, batch=16),
 )
+# Megabytes of gradients of a ResNet-18 of width 64; they grow with the square of the width.
+RESNET18_MB = 44.7
+
+
+def size_case(gradient_mb: float) -> Case:
+    """A small network with about this many megabytes of gradients in 62 tensors, and little to compute."""
+    width = max(1, round(64 * (gradient_mb / RESNET18_MB) ** 0.5))
+    return Case(f"{gradient_mb:g} MB of gradients in 62 tensors", width=width, image_size=32, batch=2)
 
 
 @dataclass(frozen=True)
@@ -89,15 +105,49 @@ def measure_case(case: Case, world: World, *, rounds: int, round_s: float) -> Ro
     )
 
 
-def run_rank(membership: Membership, *, rounds: int, round_s: float, json_file: Path | None) -> None:
+def run_parent(
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    gradient_mb: float | None = None,
+    gbit_per_s: float | None = None,
+    rounds: int,
+    round_s: float,
+    json_file: Path | None = None,
+) -> None:
+    """Start the ranks on this machine and let them measure; without a size, one rank beside a bare loop comes first."""
+    if json_file is not None:
+        try:  # before minutes of measuring
+            json_file.write_text("[]\n")
+        except OSError as error:
+            raise LockstepError(f"{json_file} cannot be written ({error.strerror}); choose another --json.") from error
+    options = {
+        "gradient_mb": gradient_mb,
+        "rounds": rounds,
+        "round_s": round_s,
+        "json_file": str(json_file) if json_file else None,
+    }
+    argv = [sys.executable, "-m", "lockstep.bench.step", json.dumps(options)]
+    for count_nodes, count_ranks in [(nodes, ranks_per_node)] if gradient_mb else [(1, 1), (nodes, ranks_per_node)]:
+        if gbit_per_s is None or count_nodes == 1:
+            cluster = VirtualCluster(count_nodes, count_ranks, pretend=True)
+        else:
+            cluster = VirtualCluster.open(count_nodes, count_ranks, gbit_per_s)
+        with cluster:
+            cluster.wait(cluster.start(argv, one_per_node=True))
+
+
+def run_rank(
+    membership: Membership, *, gradient_mb: float | None, rounds: int, round_s: float, json_file: str | None
+) -> None:
     """Measure every case as one rank; rank 0 prints a line for each and appends it to `json_file`."""
-    with join_world(membership) as world:
-        for case in CASES:
+    with join_world(membership, timeout_s=TIMEOUT_S) as world:
+        for case in [size_case(gradient_mb)] if gradient_mb else CASES:
             row = measure_case(case, world, rounds=rounds, round_s=round_s)
             if world.is_first:
                 print(describe_row(row), flush=True)
                 if json_file is not None:
-                    append_row(json_file, row)
+                    append_row(Path(json_file), row)
 
 
 def describe_row(row: Row) -> str:
@@ -176,19 +226,15 @@ def _build_ddp_steps(case: Case, world: World, batch: Batch) -> dict[str, Step]:
 
 
 def _build_lockstep_steps(case: Case, world: World, batch: Batch) -> dict[str, Step]:
-    steps: dict[str, Step] = {}
-    for overlap in (True, False) if world.size > 1 else (False,):
-        for size in BUFFER_MB if world.size > 1 else BUFFER_MB[-1:]:
-            config = RunConfig(
-                optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
-                train=TrainConfig(global_batch=batch.global_size, duration="1ep"),  # type: ignore[arg-type]
-                comm=CommConfig(buffer_mb=size, overlap=overlap),
-            )
-            schedule = Schedule("constant", LR, total_steps=1)
-            parts = assemble(config, world, _build_network(case, world), schedule)
-            name = f"buffer {size:g} MiB{'' if overlap or world.size == 1 else ', no overlap'}"
-            steps[name] = _lockstep_step(parts, batch)
-    return steps
+    """Our step under the plan the tuner chooses, as a run would."""
+    config = RunConfig(
+        data=DataConfig(image_size=case.image_size),
+        optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
+        train=TrainConfig(global_batch=batch.global_size, duration="1ep"),  # type: ignore[arg-type]
+    )
+    parts = assemble(config, world, _build_network(case, world), Schedule("constant", LR, total_steps=1))
+    tuning = tune_parts(config, parts, world, [], again=True)
+    return {describe_plan(tuning.plan) if tuning else "one rank": _lockstep_step(parts, batch)}
 
 
 def _lockstep_step(parts: Parts, batch: Batch) -> Step:
@@ -229,3 +275,13 @@ def _time_steps(step: Step, count: int, world: World) -> float:
     if world.size > 1:
         dist.barrier()
     return (time.perf_counter() - start) / count
+
+
+def _main(options: dict[str, Any]) -> None:
+    membership = read_membership(os.environ)
+    assert membership is not None
+    run_rank(membership, **options)
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(partial(_main, json.loads(sys.argv[1]))))

@@ -1,0 +1,326 @@
+"""Every all-reduce beside PyTorch's own, in turns in one run, and beside what the cost model says.
+
+The first half of the rounds is for learning: which group size, which algorithm for which message, what the model's
+curves are. The second half is for judging: what is reported was measured there, and nothing was chosen by it.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.virtual import VirtualCluster, fork_ranks
+from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
+from lockstep.comm.cost import Choice, Fit, Sample, fit_cost
+from lockstep.comm.topology import Topology, find_topology, plan_groups
+from lockstep.comm.tuner import list_choices
+from lockstep.comm.world import Membership, World, join_world, read_membership
+from lockstep.errors import LockstepError
+
+SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
+ROUNDS = 12
+BUDGET_S = 300.0
+MIN_ROUNDS = 3  # of each half, when time is short
+TURN_S = 0.05  # calls are repeated within a turn until the quickest takes this long: ranks do not start all at once
+TIMEOUT_S = 120.0  # a call that takes longer is not worth waiting for
+TORCH, FLAT = Choice("torch"), Choice("flat")
+# Anything else must beat PyTorch's own by this much to be chosen over it: less is noise, and noise is no reason.
+MARGIN = 0.05
+
+Run = Callable[[Tensor], object]
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One algorithm at one size: median and distance of the quartiles over the judging rounds."""
+
+    algorithm: str
+    bytes: int
+    median_s: float
+    spread_s: float
+    predicted_s: float | None  # by curves fitted to the learning rounds; None when only one size was measured
+    group_size: int
+    choice: str  # the algorithm with its group size; hybrid's is one of the others
+    rounds: int
+    topology: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured at one size, in seconds a call."""
+
+    size: int
+    screened: dict[Choice, float]
+    learned: dict[Choice, list[float]]
+    judged: dict[Choice, list[float]]
+    best: Choice
+
+
+def measure_allreduce(
+    world: World,
+    topology: Topology,
+    sizes: Sequence[int] = SIZES,
+    *,
+    rounds: int = ROUNDS,
+    budget_s: float = BUDGET_S,
+    say: Say = lambda line: None,
+) -> list[Row]:
+    """Measure every algorithm at every size; every rank calls it and gets the same rows."""
+    _check_request(world.size, sizes, rounds)
+    runs = _build_runs(topology, world.rank)
+    array = torch.zeros(max(sizes) // 4, device=world.device)
+    start = time.perf_counter()
+    trials: list[Trial] = []
+    for index, size in enumerate(sorted(sizes)):
+        # Short messages take less than their share, and leave the rest to the long ones.
+        left_s = budget_s - (time.perf_counter() - start)
+        share_s: float = world.broadcast_object(left_s / (len(sizes) - index))
+        trials.append(_measure_size(runs, array[: size // 4], world, rounds, share_s))
+        say(f"{_describe_trial(trials[-1])}; {time.perf_counter() - start:.0f} s of about {budget_s:.0f} s")
+    return _build_rows(trials, topology)
+
+
+def run_rank(
+    membership: Membership,
+    *,
+    sizes: Sequence[int],
+    rounds: int,
+    budget_s: float,
+    json_file: Path | None,
+    html_file: Path | None,
+) -> None:
+    """Measure as one rank of a world that a launcher started; rank 0 tells how far it is and writes the results."""
+    with join_world(membership, timeout_s=TIMEOUT_S) as world:
+        hosts = world.gather_objects(os.environ.get("LOCKSTEP_NODE") or socket.gethostname())
+        say: Say = partial(print, flush=True) if world.is_first else lambda line: None
+        rows = measure_allreduce(world, find_topology(hosts), sizes, rounds=rounds, budget_s=budget_s, say=say)
+    if world.is_first:
+        values = [asdict(row) for row in rows]
+        Console().print(build_table(values))
+        if json_file is not None:
+            json_file.write_text(json.dumps(values, indent=2) + "\n")
+        if html_file is not None:
+            write_chart(html_file, values)
+
+
+def run_parent(
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    sizes: Sequence[int] = SIZES,
+    gbit_per_s: float | None = None,
+    rounds: int = ROUNDS,
+    budget_s: float = BUDGET_S,
+    json_file: Path | None = None,
+    html_file: Path | None = None,
+) -> None:
+    """Start the ranks on this machine: in a virtual cluster with limited links, or as pretended nodes without."""
+    _check_request(nodes * ranks_per_node, sizes, rounds)
+    _check_files(json_file, html_file)
+    if gbit_per_s is None:
+        cluster = VirtualCluster(nodes, ranks_per_node, pretend=True)
+    else:
+        cluster = VirtualCluster.open(nodes, ranks_per_node, gbit_per_s)
+    options = {
+        "sizes": list(sizes),
+        "rounds": rounds,
+        "budget_s": budget_s,
+        "json_file": str(json_file) if json_file else None,
+        "html_file": str(html_file) if html_file else None,
+    }
+    with cluster:
+        print(cluster.describe(), flush=True)
+        argv = [sys.executable, "-m", "lockstep.bench.allreduce", json.dumps(options)]
+        cluster.wait(cluster.start(argv, one_per_node=True))
+
+
+def parse_sizes(text: str) -> list[int]:
+    """`1KiB,64KiB,4MiB` (or plain bytes) -> bytes."""
+    units = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "b": 1, "": 1}
+    sizes = []
+    for part in text.lower().replace(" ", "").split(","):
+        number = part.rstrip("kmgib")
+        unit = part.removeprefix(number)
+        if not number.isascii() or not number.isdigit() or unit not in units:
+            raise LockstepError(f"{part!r} in --sizes is not a size; write for example 1KiB,64KiB,4MiB.")
+        sizes.append(int(number) * units[unit])
+    return sizes
+
+
+def _check_request(num_ranks: int, sizes: Sequence[int], rounds: int) -> None:
+    if num_ranks < 2:
+        raise LockstepError("An all-reduce needs at least 2 ranks; ask for more nodes or more ranks per node.")
+    if not sizes or any(size < 4 or size % 4 for size in sizes):
+        raise LockstepError("Sizes to all-reduce must be multiples of 4 bytes, one or more; change --sizes.")
+    if rounds < 2 * MIN_ROUNDS:
+        raise LockstepError(f"{rounds} rounds are too few to learn from one half and judge by the other; ask for 6.")
+
+
+def _check_files(json_file: Path | None, html_file: Path | None) -> None:
+    """Say what is wrong with the results' files before minutes of measuring."""
+    if html_file is not None and importlib.util.find_spec("plotly") is None:
+        raise LockstepError("--html needs plotly; install it with: pip install plotly.")
+    for file, option, empty in ((json_file, "--json", "[]\n"), (html_file, "--html", "")):
+        if file is not None:
+            try:
+                file.write_text(empty)
+            except OSError as error:
+                raise LockstepError(f"{file} cannot be written ({error.strerror}); choose another {option}.") from error
+
+
+def _build_runs(topology: Topology, rank: int) -> dict[Choice, Run]:
+    """PyTorch's own all-reduce, and ours with each group size worth measuring."""
+    choices = list_choices(topology)
+    groups: dict[int, Groups] = {}
+    for size in sorted({choice.group_size for choice in choices}):
+        groups[size] = build_groups(plan_groups(topology, size), rank, share=next(iter(groups.values()), None))
+    runs: dict[Choice, Run] = {TORCH: dist.all_reduce}
+    for choice in choices:
+        runs[choice] = _bind(choice, groups[choice.group_size])
+    return runs
+
+
+def _bind(choice: Choice, groups: Groups) -> Run:
+    algorithm = ALGORITHMS[choice.algorithm]
+    return lambda tensor: algorithm(tensor, groups)
+
+
+def _measure_size(runs: dict[Choice, Run], tensor: Tensor, world: World, rounds: int, share_s: float) -> Trial:
+    """Learn, choose, judge."""
+    screened = _screen(runs, tensor, world)
+    kept = _keep_best(screened, 2)
+    round_s = sum(screened[choice] for choice in kept)
+    repeats = max(1, int(min(50, TURN_S / min(screened.values()), share_s / round_s / (2 * MIN_ROUNDS))))
+    half = min(rounds // 2, max(MIN_ROUNDS, int(share_s / round_s / repeats / 2)))
+    learned = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, half, repeats)
+    medians = {choice: statistics.median(times) for choice, times in learned.items()}
+    picked = _keep_best(medians, 1)
+    judged = _take_turns({choice: runs[choice] for choice in picked}, tensor, world, half, repeats)
+    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(medians))
+
+
+def _screen(runs: dict[Choice, Run], tensor: Tensor, world: World) -> dict[Choice, float]:
+    """The seconds of one call each, after one whose sum is checked: there is no point in timing a wrong one."""
+    seconds = torch.zeros(len(runs), dtype=torch.float64)
+    for index, (choice, run) in enumerate(runs.items()):
+        tensor.fill_(world.rank + 1)
+        run(tensor)
+        if not bool((tensor == world.size * (world.size + 1) // 2).all()):
+            raise LockstepError(f"{choice} summed {tensor.numel()} elements wrongly; please report it.")
+        tensor.zero_()  # stays zero however often it is summed
+        seconds[index] = _time_turn(run, tensor, 1, world)
+    return dict(zip(runs, world.maximum(seconds).tolist(), strict=True))
+
+
+def _keep_best(seconds: dict[Choice, float], count: int) -> list[Choice]:
+    """Each algorithm with its `count` best group sizes."""
+    kept: list[Choice] = []
+    for algorithm in dict.fromkeys(choice.algorithm for choice in seconds):
+        mine = [choice for choice in seconds if choice.algorithm == algorithm]
+        kept += sorted(mine, key=seconds.__getitem__)[:count]
+    return kept
+
+
+def _choose(medians: dict[Choice, float]) -> Choice:
+    """What hybrid uses: the quickest of ours, if it is quicker than the backend's own by more than noise."""
+    ours = {choice: seconds for choice, seconds in medians.items() if choice != TORCH}
+    best = min(ours, key=ours.__getitem__)
+    return best if ours[best] < (1 - MARGIN) * ours[FLAT] else FLAT
+
+
+def _take_turns(
+    runs: dict[Choice, Run], tensor: Tensor, world: World, rounds: int, repeats: int
+) -> dict[Choice, list[float]]:
+    """Seconds a call, for each round; the slowest rank's time counts, and all ranks learn it."""
+    turns = list(runs)
+    seconds = torch.zeros(rounds, len(turns), dtype=torch.float64)
+    for number in range(rounds):
+        # In another order each round, the same on all ranks, so that nobody always follows the same one.
+        for index in random.Random(number).sample(range(len(turns)), len(turns)):
+            seconds[number, index] = _time_turn(runs[turns[index]], tensor, repeats, world)
+    columns = world.maximum(seconds).T.tolist()
+    return dict(zip(turns, columns, strict=True))
+
+
+def _time_turn(run: Run, tensor: Tensor, repeats: int, world: World) -> float:
+    """Seconds a call on this rank, from all ranks ready."""
+    world.barrier()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run(tensor)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def _build_rows(trials: Sequence[Trial], topology: Topology) -> list[Row]:
+    fits = _fit(trials) if len(trials) > 1 else {}
+    rows = []
+    for trial in trials:
+        for choice in (*trial.judged, trial.best):
+            times = trial.judged[choice]
+            quartiles = statistics.quantiles(times, n=4, method="inclusive")
+            rows.append(
+                Row(
+                    algorithm=choice.algorithm,
+                    bytes=trial.size,
+                    median_s=statistics.median(times),
+                    spread_s=quartiles[2] - quartiles[0],
+                    predicted_s=fits[choice].predict(trial.size) if fits else None,
+                    group_size=choice.group_size,
+                    choice=str(choice),
+                    rounds=len(times),
+                    topology=topology.key(),
+                )
+            )
+        rows[-1] = Row(**asdict(rows[-1]) | {"algorithm": "hybrid"})
+    return rows
+
+
+def _fit(trials: Sequence[Trial]) -> dict[Choice, Fit]:
+    """The model's curves, from the learning rounds alone."""
+    samples = []
+    num_sizes = Counter(choice for trial in trials for choice in trial.learned)
+    for trial in trials:
+        for choice, times in trial.learned.items():
+            samples += [Sample(choice, trial.size, seconds) for seconds in times]
+        # The one call of a choice that was given up here counts only where there is little else to go by.
+        few = [choice for choice in trial.screened if choice not in trial.learned and num_sizes[choice] < 3]
+        samples += [Sample(choice, trial.size, trial.screened[choice]) for choice in few]
+    return fit_cost(samples)
+
+
+def _describe_trial(trial: Trial) -> str:
+    torch_s, hybrid_s = (statistics.median(trial.judged[choice]) for choice in (TORCH, trial.best))
+    return (
+        f"{describe_bytes(trial.size):>8}: torch {torch_s * 1e3:.2f} ms, hybrid {hybrid_s * 1e3:.2f} ms "
+        f"({trial.best}), ratio {torch_s / hybrid_s:.2f}, 2 × {len(trial.judged[TORCH])} rounds"
+    )
+
+
+def _main(options: dict[str, Any]) -> None:
+    membership = read_membership(os.environ)
+    assert membership is not None
+    files = {key: Path(options[key]) if options[key] else None for key in ("json_file", "html_file")}
+    run_rank(membership, **options | files)
+
+
+if __name__ == "__main__":
+    sys.exit(fork_ranks(partial(_main, json.loads(sys.argv[1]))))

@@ -1,0 +1,186 @@
+"""The all-reduce benchmark: complete rows that all ranks agree on, chosen on one half and judged on the other."""
+
+import io
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from lockstep.bench import allreduce as bench
+from lockstep.bench.allreduce import Row, measure_allreduce, parse_sizes, run_parent
+from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.virtual import VirtualCluster
+from lockstep.comm.allreduce import ALGORITHMS
+from lockstep.comm.cost import Choice
+from lockstep.comm.topology import Topology
+from lockstep.comm.world import World
+from lockstep.errors import LockstepError
+from tests.ranks import run_ranks
+
+TWO_BY_TWO = Topology(((0, 1), (2, 3)))
+SIZES = (1024, 16384, 262144)
+NAMES = {"torch", "flat", "hierarchical", "torus", "doubling", "hybrid"}
+
+
+def measure(world: World) -> tuple[list[Row], list[str]]:
+    lines: list[str] = []
+    rows = measure_allreduce(world, TWO_BY_TWO, SIZES, rounds=6, budget_s=1, say=lines.append)
+    return rows, lines
+
+
+def measure_a_wrong_sum(world: World) -> str:
+    ALGORITHMS["doubling"] = lambda tensor, groups: tensor.add_(1) if tensor.numel() > 1 else None  # type: ignore[assignment,return-value]
+    with pytest.raises(LockstepError) as caught:
+        measure_allreduce(world, TWO_BY_TWO, SIZES, rounds=6, budget_s=1)
+    return str(caught.value)
+
+
+def make_rows() -> list[dict[str, object]]:
+    """Times grow with the size and along the algorithms by name: doubling, flat, hierarchical, hybrid, torch, torus."""
+    rows = []
+    for size in SIZES:
+        for index, name in enumerate(sorted(NAMES)):
+            seconds = 1e-6 * (index + 1) * size
+            group_size = 16 if name in ("hierarchical", "torus") else 1
+            choice = "hierarchical/16" if name == "hybrid" else name
+            rows.append(asdict(Row(name, size, seconds, seconds / 10, 1.1 * seconds, group_size, choice, 3, "2x2")))
+    return rows
+
+
+def test_there_is_a_row_for_every_algorithm_and_size_and_all_ranks_agree() -> None:
+    answers = run_ranks(measure, 4)
+    rows, lines = answers[0]
+    assert [answer[0] for answer in answers] == [rows] * 4
+    assert sorted((row.algorithm, row.bytes) for row in rows) == sorted(
+        (name, size) for name in NAMES for size in SIZES
+    )
+    for row in rows:
+        assert 0 < row.median_s < 5
+        assert row.spread_s >= 0
+        assert row.predicted_s is not None
+        assert row.predicted_s > 0
+        assert row.rounds == 3
+        assert row.topology == "2x2"
+    assert len(lines) == len(SIZES)
+    for size, line in zip(SIZES, lines, strict=True):
+        here = {row.choice: row for row in rows if row.bytes == size and row.algorithm != "hybrid"}
+        (hybrid,) = (row for row in rows if row.bytes == size and row.algorithm == "hybrid")
+        # Hybrid is one of the others at each size, and never the peer itself.
+        assert asdict(hybrid) == asdict(here[hybrid.choice]) | {"algorithm": "hybrid"}
+        assert hybrid.choice != "torch"
+        assert f"({hybrid.choice})" in line
+
+
+def test_a_wrong_sum_is_refused_before_it_is_timed() -> None:
+    assert set(run_ranks(measure_a_wrong_sum, 4)) == {"doubling summed 256 elements wrongly; please report it."}
+
+
+def test_the_choice_is_the_quickest_unless_the_backends_own_is_as_quick_within_noise() -> None:
+    torch_s, flat, ring = Choice("torch"), Choice("flat"), Choice("torus", 8)
+    assert bench._choose({torch_s: 1.0, flat: 1.0, ring: 0.5}) == ring
+    assert bench._choose({torch_s: 0.1, flat: 1.0, ring: 0.97}) == flat
+    assert bench._choose({torch_s: 0.1, flat: 1.0, ring: 2.0}) == flat
+
+
+def test_each_algorithm_keeps_its_best_group_sizes() -> None:
+    seconds = {
+        Choice("torch"): 9.0,
+        Choice("torus", 2): 3.0,
+        Choice("torus", 4): 1.0,
+        Choice("torus", 8): 2.0,
+        Choice("hierarchical", 2): 5.0,
+    }
+    assert set(bench._keep_best(seconds, 2)) == seconds.keys() - {Choice("torus", 2)}
+    assert set(bench._keep_best(seconds, 1)) == {Choice("torch"), Choice("torus", 4), Choice("hierarchical", 2)}
+
+
+def test_what_is_judged_is_not_what_was_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {"first": iter([0.1, 0.1, 0.1]), "second": iter([0.9, 0.9, 0.9])}
+    halves: list[dict[Choice, list[float]]] = []
+    torch_s, flat, ring = Choice("torch"), Choice("flat"), Choice("torus", 2)
+
+    def take_turns(runs: dict[Choice, object], *rest: object) -> dict[Choice, list[float]]:
+        half = "second" if halves else "first"
+        halves.append({choice: [1.0] * 3 if choice != ring else list(calls[half]) for choice in runs})
+        return halves[-1]
+
+    monkeypatch.setattr(bench, "_take_turns", take_turns)
+    monkeypatch.setattr(bench, "_screen", lambda runs, tensor, world: dict.fromkeys(runs, 0.01))
+    runs = dict.fromkeys((torch_s, flat, ring), lambda tensor: None)
+    trial = bench._measure_size(runs, torch.zeros(4), None, 6, 1.0)  # type: ignore[arg-type]
+    assert trial.best == ring
+    assert trial.learned[ring] == [0.1] * 3
+    (hybrid,) = (row for row in bench._build_rows([trial], TWO_BY_TWO) if row.algorithm == "hybrid")
+    assert hybrid.median_s == 0.9
+    assert hybrid.predicted_s is None
+
+
+def test_the_parent_starts_the_ranks_and_they_write_the_rows(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    run_parent(
+        nodes=2,
+        ranks_per_node=2,
+        sizes=[1024, 65536],
+        gbit_per_s=1.0,
+        rounds=6,
+        budget_s=1,
+        json_file=file,
+    )
+    rows = json.loads(file.read_text())
+    assert {(row["algorithm"], row["bytes"]) for row in rows} == {(n, s) for n in NAMES for s in (1024, 65536)}
+    assert {row["topology"] for row in rows} == {"2x2"}
+    said = capfd.readouterr().out
+    is_pretended = VirtualCluster.open(1, 1).is_pretended
+    assert said.startswith("2 nodes of 2 ranks, " + ("pretended" if is_pretended else "with links of 1 Gbit/s"))
+    assert "64 KiB: torch" in said
+    assert "All-reduce on 2x2 ranks" in said
+
+
+def test_requests_that_cannot_be_met_are_a_sentence_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(LockstepError, match="at least 2 ranks"):
+        run_parent(nodes=1, ranks_per_node=1)
+    with pytest.raises(LockstepError, match="rounds are too few"):
+        run_parent(nodes=2, ranks_per_node=1, rounds=2)
+    with pytest.raises(LockstepError, match="multiples of 4 bytes"):
+        run_parent(nodes=2, ranks_per_node=1, sizes=[1022])
+    with pytest.raises(LockstepError, match="choose another --json"):
+        run_parent(nodes=2, ranks_per_node=1, json_file=tmp_path / "nowhere" / "rows.json")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(LockstepError, match="pip install plotly"):
+        run_parent(nodes=2, ranks_per_node=1, html_file=tmp_path / "page.html")
+
+
+def test_sizes_are_read_with_and_without_units() -> None:
+    assert parse_sizes("1KiB, 64kib,4MiB,512") == [1024, 65536, 4 << 20, 512]
+    for text in ("", "4 MB", "1.5MiB", "-4", "KiB"):
+        with pytest.raises(LockstepError, match="is not a size"):
+            parse_sizes(text)
+
+
+def test_bytes_are_written_in_the_largest_whole_unit() -> None:
+    assert [describe_bytes(size) for size in (4, 1024, 1536, 1 << 20)] == ["4 B", "1 KiB", "1536 B", "1 MiB"]
+
+
+def test_the_table_fits_a_plain_terminal_and_shows_ratios_to_torch() -> None:
+    page = io.StringIO()
+    Console(width=80, file=page).print(build_table(make_rows()))
+    text = page.getvalue()
+    assert "…" not in text
+    # At every size torch takes 5 units and flat 2.
+    assert "2.50×" in text
+    assert "hierarchical/16" in text
+
+
+def test_the_chart_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    file = tmp_path / "page.html"
+    write_chart(file, make_rows())
+    page = file.read_text()
+    assert "<script src=" not in page
+    for name in NAMES:
+        assert f'"{name}"' in page
