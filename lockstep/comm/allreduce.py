@@ -2,8 +2,8 @@
 
 All but `flat` are built from messages between pairs of ranks, the same code over Gloo and NCCL. Additions happen in a
 fixed order, so every rank gets the same bits, every time. On a CPU shared by many ranks the number of messages is the
-cost of a short buffer: a ring sends 2p(p-1) of them, `hierarchical` about 2p. Jia et al. 2018, section 3 on
-communication, for the three phases; Mikami et al. 2018 for the torus; Rabenseifner for halving and doubling.
+cost of a short buffer: a ring sends 2p(p-1) of them, `hierarchical` about 2p. The three phases are those of Jia et al.
+2018 (arXiv 1807.11205).
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError
 
-# Measured with 32 ranks on 2 cores; on a faster network the same choices hold at other sizes, which the tuner finds.
+# Chosen by measurement of 32 ranks on 2 cores over Gloo; a real network may want others.
 SHORT_BYTES = 256 * 1024  # up to here doubling whole buffers beats halving them first: half the rounds
 TWO_MASTERS_BYTES = 2 * 1024 * 1024  # from here on a group's work is worth dividing between two masters
 SCRATCH_BYTES = 64 * 1024 * 1024  # longer buffers go in turns, so that a rank's scratch stays within about this
@@ -195,7 +195,7 @@ def post(
         return []
     if dist.get_backend(group) == "gloo":
         # Gloo holds a message back until its receive is known, so receives come first. Called without the layers
-        # above, which cost a third of a short message.
+        # above, which were 8 to 24 % of the time of 64 KiB over 32 ranks.
         works = [group.recv([tensor], peer, 0) for tensor, peer in receives]
         return works + [group.send([tensor], peer, 0) for tensor, peer in sends]
     moves = [(dist.irecv, *receive) for receive in receives] + [(dist.isend, *send) for send in sends]

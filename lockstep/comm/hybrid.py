@@ -28,10 +28,13 @@ class Pending(Protocol):
 class Hybrid:
     """Sums buffers over all ranks, each by its own choice of algorithm and group size."""
 
-    def __init__(self, topology: Topology, rank: int, device: torch.device, wire: Wire) -> None:
+    def __init__(
+        self, topology: Topology, rank: int, device: torch.device, wire: Wire, timeout_s: float | None = None
+    ) -> None:
         self._topology = topology
         self._rank = rank
         self._wire = wire
+        self._timeout_s = timeout_s
         self._groups: dict[int, Groups] = {}
         self._channel = Channel(device)
         self._is_plain = True
@@ -43,7 +46,8 @@ class Hybrid:
         for size in sorted({choice.group_size for choice in choices} - self._groups.keys()):
             # One process group carries all: they take turns on the channel, and every group more is a mesh of sockets.
             first = next(iter(self._groups.values()), None)
-            self._groups[size] = build_groups(plan_groups(self._topology, size), self._rank, share=first)
+            groups = plan_groups(self._topology, size)
+            self._groups[size] = build_groups(groups, self._rank, share=first, timeout_s=self._timeout_s)
         # PyTorch's own all-reduce is asynchronous already and keeps its own order, as long as nothing else runs.
         self._is_plain = self._wire.is_plain and all(choice == FLAT for choice in choices)
 

@@ -73,7 +73,8 @@ def list_choices(topology: Topology) -> list[Choice]:
     choices = [FLAT, Choice("doubling")]
     for size in group_sizes(topology):
         choices += [Choice("hierarchical", size), Choice("torus", size)]
-    return choices
+    # One group of all: the fewest messages, which is what counts where many ranks share a few cores.
+    return [*choices, Choice("hierarchical", topology.num_ranks)] if topology.num_ranks > 2 else choices
 
 
 def list_sizes(max_bytes: int) -> list[int]:

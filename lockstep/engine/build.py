@@ -110,7 +110,9 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device)
     topology = build_topology(config, world)
-    hybrid = Hybrid(topology, world.rank, world.device, build_wire(config)) if world.size > 1 else None
+    hybrid = None
+    if world.size > 1:
+        hybrid = Hybrid(topology, world.rank, world.device, build_wire(config), timeout_s=config.comm.timeout_s)
     plan = default_plan(config, layout, topology)
     if hybrid:
         hybrid.prepare(plan.choices)
