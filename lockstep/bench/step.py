@@ -4,6 +4,7 @@ Both sides hold the same network, batch and update rule, are tuned over the same
 process, so that the machine's noise falls on both; what counts is the median of the ratios.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -43,26 +44,36 @@ LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: a ResNet-18 of some width on images of some size, `batch` of them on each rank."""
+    """What is trained: a ResNet-18 or a stack of linear layers, of some width, on `batch` images on each rank."""
 
     name: str
     width: int
     image_size: int
     batch: int
+    is_stack: bool = False
 
 
 CASES = (
     Case("quickstart's network, 0.7 M parameters", width=16, image_size=48, batch=64),
     Case("ResNet-18, 11.2 M parameters", width=64, image_size=64, batch=16),
 )
-# Megabytes of gradients of a ResNet-18 of width 64; they grow with the square of the width.
-RESNET18_MB = 44.7
+# A stack of this many linear layers, twice as many tensors: communication with hardly anything to compute.
+STACK_LAYERS = 31
 
 
 def size_case(gradient_mb: float) -> Case:
-    """A small network with about this many megabytes of gradients in 62 tensors, and little to compute."""
-    width = max(1, round(64 * (gradient_mb / RESNET18_MB) ** 0.5))
-    return Case(f"{gradient_mb:g} MB of gradients in 62 tensors", width=width, image_size=32, batch=2)
+    """A stack of linear layers with about this many megabytes of gradients."""
+    width = max(1, round((gradient_mb * 1e6 / 4 / STACK_LAYERS) ** 0.5))
+    name = f"{gradient_mb:g} MB of gradients in {2 * STACK_LAYERS} tensors"
+    return Case(name, width=width, image_size=8, batch=2, is_stack=True)
+
+
+def _build_stack(width: int, image_size: int) -> nn.Module:
+    sizes = [3 * image_size**2, *[width] * (STACK_LAYERS - 1), 10]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 @dataclass(frozen=True)
@@ -179,6 +190,9 @@ def _fake_batch(case: Case, world: World) -> Batch:
 
 
 def _build_network(case: Case, world: World) -> nn.Module:
+    if case.is_stack:
+        torch.manual_seed(0)
+        return _build_stack(case.width, case.image_size).to(world.device)
     model = build_model("resnet18", 10, width=case.width, image_size=case.image_size)
     initialize(model, 0)
     return model.to(world.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.tuner import read_tuning
+from lockstep.comm.tuner import Trial, read_tuning
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine.build import build_parts, open_sources
-from lockstep.engine.tune import describe_tuning, tune_parts
+from lockstep.engine.tune import PLAIN, describe_tuning, pick_trial, tune_parts
 from lockstep.events import Notice
 from tests.engine import commands
 from tests.engine.conftest import tiny_config, tiny_settings
@@ -78,3 +78,10 @@ def test_tune_measures_and_explains(images: Path, tmp_path: Path) -> None:
     assert status == 0, err
     assert "flat" in shown
     assert "a backward pass with gradients" in shown
+
+
+def test_pytorchs_own_stays_unless_something_is_clearly_quicker() -> None:
+    plain, close, clear = Trial(PLAIN, 1.0), Trial("merged", 0.97), Trial("one buffer", 0.9)
+    assert pick_trial([plain, close]) == plain
+    assert pick_trial([plain, close, clear]) == clear
+    assert pick_trial([close, clear]) == clear
