@@ -46,7 +46,7 @@ from lockstep.optim.schedule import Schedule
 
 # The share of the time for tuning that goes to single messages; the rest tries whole plans.
 MESSAGE_SHARE = 0.6
-TRIAL_ROUNDS = 5
+TRIAL_ROUNDS = 9
 PLAIN = "PyTorch's own all-reduce by the threshold rule, under backward"
 
 
@@ -246,4 +246,4 @@ def _try_plans(
         spent = time.perf_counter() - start
         if not world.broadcast_object(spent * (turn + 2) / (turn + 1) < left_s):
             break
-    return [Trial(name, min(values)) for name, values in times.items()]
+    return [Trial(name, median(values)) for name, values in times.items()]
