@@ -119,6 +119,8 @@ def test_on_a_gpu_the_current_stream_waits_and_not_the_host() -> None:
     channel = Channel(device)
     torch.cuda.synchronize()
     values = torch.zeros(1000, device=device)
+    values.mul_(3).add_(1).fill_(0)  # CUDA loads a kernel at its first use, which waits for the device
+    torch.cuda.synchronize()
     torch.cuda._sleep(500_000_000)  # a quarter of a second or more of work before the values are ready
     values.fill_(1)
     started = time.monotonic()
