@@ -76,16 +76,18 @@ def train(
     from lockstep.comm.world import read_membership
     from lockstep.engine.build import check_shares, open_sources
     from lockstep.engine.launch import choose_num_ranks, launch_ranks
-    from lockstep.engine.run import run_rank
+    from lockstep.engine.run import prepare_folder, run_rank
     from lockstep.report.display import progress
 
     membership = read_membership(os.environ)
     console = Console()
     if membership is None:
-        # What is wrong with the ranks or the data is said once, before any rank starts.
+        # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
         num_ranks = choose_num_ranks(ranks)
         check_shares(wanted, num_ranks)
         open_sources(wanted.data, progress("Rendering images", console))
+        if not resume:
+            prepare_folder(folder)
         if num_ranks > 1:
             arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
             status = launch_ranks(num_ranks, [*arguments, *(f"--set={setting}" for setting in settings or [])])
@@ -109,8 +111,11 @@ def tune(
     """Measure how gradients travel best for a recipe on these ranks, and remember it for later runs."""
     from lockstep.comm.tuner import read_tuning
     from lockstep.comm.world import join_world, read_membership
+    from lockstep.engine.build import check_shares, open_sources
     from lockstep.engine.launch import choose_num_ranks, launch_ranks
+    from lockstep.engine.run import explain_failures
     from lockstep.engine.tune import default_tuning_folder, tune_recipe
+    from lockstep.report.display import progress
 
     console = Console()
     if show:
@@ -127,9 +132,14 @@ def tune(
         num_ranks = choose_num_ranks(ranks)
         if num_ranks == 1:
             raise LockstepError("One rank has nobody to send gradients to; ask for more with --ranks.")
+        check_shares(wanted, num_ranks)
+        open_sources(wanted.data, progress("Rendering images", console))
         arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
         raise typer.Exit(launch_ranks(num_ranks, arguments))
-    with join_world(membership, backend=wanted.comm.backend, timeout_s=wanted.comm.timeout_s) as world:
+    with (
+        join_world(membership, backend=wanted.comm.backend, timeout_s=wanted.comm.timeout_s) as world,
+        explain_failures(world),
+    ):
         measured, file = tune_recipe(wanted, world)
         if world.is_first:
             _show_tuning(measured, file, console)

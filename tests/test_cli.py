@@ -188,3 +188,16 @@ def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
     assert replay[0] == 0, replay
     first, second = commands.last_weights(run), commands.last_weights(tmp_path / "again")
     assert all((first[name] == second[name]).all() for name in first)
+
+
+@pytest.mark.parametrize("command", ["train", "tune"])
+def test_missing_data_is_one_sentence_before_any_rank_starts(command: str, tmp_path: Path) -> None:
+    assert "data.path" in refuse(commands.run(command, "resnet50-256", "--ranks=2", cwd=tmp_path))
+
+
+def test_a_folder_in_use_is_one_sentence_before_any_rank_starts(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").touch()
+    settings = [f"--set={setting}" for setting in tiny_settings(images)]
+    assert "already holds a run" in refuse(
+        commands.run("train", "quickstart", "--ranks=2", f"--out={tmp_path}", *settings)
+    )

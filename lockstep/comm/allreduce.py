@@ -1,4 +1,4 @@
-"""Sums a buffer over all ranks in place (step 9 on the walk): flat, hierarchical, torus, doubling, with one signature.
+"""Sums a buffer over all ranks in place (step 7 on the walk): flat, hierarchical, torus, doubling, with one signature.
 
 All but `flat` are built from messages between pairs of ranks, the same code over Gloo and NCCL. Additions happen in a
 fixed order, so every rank gets the same bits, every time. On a CPU shared by many ranks the number of messages is the

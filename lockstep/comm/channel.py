@@ -1,4 +1,4 @@
-"""Runs communication strictly in the order it is submitted, beside the computation (step 9 on the walk).
+"""Runs communication strictly in the order it is submitted, beside the computation (step 7 on the walk).
 
 One thread for a CPU, one side stream for a GPU. All ranks submit the same work in the same order, so they also run it
 in the same order, and what is summed does not depend on timing.

@@ -1,4 +1,4 @@
-"""Each buffer by the all-reduce chosen for it (step 9 on the walk): the paper's hybrid, with a choice per buffer.
+"""Each buffer by the all-reduce chosen for it (step 7 on the walk): the paper's hybrid, with a choice per buffer.
 
 All ranks run the same choices in the same order on one channel, so the result does not depend on timing.
 """

@@ -1,6 +1,6 @@
 """A pulse from every rank through the store, so that when an all-reduce fails the survivors can name who is missing.
 
-A collective that fails says only that some connection broke. The pulse of a rank counts up once a second beside the
+A collective that fails says only that some connection broke. The pulse of a rank counts up twice a second beside the
 step and buffer it last sent: one that no longer counts is dead or stopped, one that counts but lags never sent the
 buffer the others wait for.
 """

@@ -1,4 +1,4 @@
-"""The precision gradients travel in (step 9 on the walk), and what keeps half-precision sums in range.
+"""The precision gradients travel in (step 7 on the walk), and what keeps half-precision sums in range.
 
 A buffer arrives in FP32 and already divided by the global batch. Cast as it is, small gradients may underflow; scaled
 up before the cast, their sum may overflow. The three divisions place that scale differently.

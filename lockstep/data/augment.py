@@ -1,4 +1,4 @@
-"""Crop, resize, flip, normalise (file 5 on the walk): decoded image → a square of the batch → network input.
+"""Crop, resize, flip, normalise (step 4 on the walk): decoded image → a square of the batch → network input.
 
 Every draw is a hash of (seed, epoch, sample), so a sample looks the same whichever rank or thread prepares it. Crops
 are those of Szegedy et al. 2015 (arXiv 1409.4842, section 6).

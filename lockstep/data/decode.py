@@ -1,4 +1,4 @@
-"""Encoded bytes → uint8 image (file 3 on the walk).
+"""Encoded bytes → uint8 image (step 3 on the walk).
 
 JPEG goes through libjpeg-turbo without the GIL; what that refuses (CMYK, PNG, harmless irregularities) goes through
 Pillow. Data sets hold damaged files, so every failure is a `DecodeError` that the pipeline handles sample by sample.

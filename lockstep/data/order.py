@@ -1,4 +1,4 @@
-"""Which samples this rank takes at this step, and the ledger that certifies it (file 1 on the walk).
+"""Which samples this rank takes at this step, and the ledger that certifies it (step 1 on the walk).
 
 The order is a pure function of (seed, epoch, position): whatever the number of ranks, threads or restarts, position p
 of an epoch holds the same sample. Nothing is shuffled in memory, so a run resumes anywhere at no cost. Torch-free.

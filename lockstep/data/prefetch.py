@@ -1,4 +1,4 @@
-"""Batches prepared ahead of the step (file 4 on the walk): a thread pool fills them, a side stream takes them over.
+"""Batches prepared ahead of the step (step 5 on the walk): a thread pool fills them, a side stream takes them over.
 
 On the CPU each task also normalises its rows, so the step finds finished input. On CUDA the tasks fill pinned memory,
 and the task that completes a batch starts its copy and normalisation on a stream of their own.

@@ -1,4 +1,4 @@
-"""Where samples lie: sample number → encoded bytes and label (file 2 on the walk).
+"""Where samples lie: sample number → encoded bytes and label (step 2 on the walk).
 
 A source is anything with the four members of `Source`; the order before it gives the numbers, the decoder after it
 takes the bytes. A generated data set is an image folder too (`generated.py`).

@@ -1,4 +1,4 @@
-"""A run's state on disk: safetensors files and a manifest with their hashes, written aside and renamed (step 13).
+"""A run's state on disk: safetensors files and a manifest with their hashes, written aside and renamed (step 10).
 
 A folder `step-00001234/` is either whole or not there. Reading verifies every hash; a damaged checkpoint is passed
 over with a sentence and the one before it is taken.

@@ -1,4 +1,4 @@
-"""One training step, top to bottom: the spine of the system (steps 6 to 12 on the walk)."""
+"""One training step, top to bottom: the spine of the system (steps 6 to 9 on the walk)."""
 
 from collections.abc import Iterator
 

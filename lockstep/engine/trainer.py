@@ -1,4 +1,4 @@
-"""The loop around the step: log, certify, evaluate, checkpoint, stop when asked (step 13 on the walk)."""
+"""The loop around the step: log, certify, evaluate, checkpoint, stop when asked (step 10 on the walk)."""
 
 import math
 import platform

@@ -97,7 +97,7 @@ def default_tuning_folder() -> Path:
 def _pins(comm: CommConfig) -> str:
     """What the recipe pins, as part of the name under which a tuning is remembered."""
     defaults = CommConfig()
-    keys = ("algorithm", "group_size", "fusion", "overlap", "wire", "division")
+    keys = ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division")
     pins = [f"{key}={getattr(comm, key)}" for key in keys if getattr(comm, key) != getattr(defaults, key)]
     return ",".join(pins)
 

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, algorithm 2): Adam's direction at a rate ∝ ‖w‖; gradients → weights, step 12 of the walk.
+"""LAMB (You et al. 2020, algorithm 2): Adam's direction at a rate ∝ ‖w‖; gradients → weights, step 9 of the walk.
 
 m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  m̂ = m/(1 − β₁ᵗ);  v̂ = v/(1 − β₂ᵗ);
 r = m̂/(√v̂ + ε) + wd·w;  w ← w − lr·(‖w‖/‖r‖)·r.

@@ -1,4 +1,4 @@
-"""LARS (You et al. 2017, algorithm 1): every slot at its own rate, ∝ ‖w‖/‖g‖; gradients → weights, step 12 of the walk.
+"""LARS (You et al. 2017, algorithm 1): every slot at its own rate, ∝ ‖w‖/‖g‖; gradients → weights, step 9 of the walk.
 
 λ = η·‖w‖ / (‖g‖ + wd·‖w‖ + ε);  v ← m·v + lr·λ·(g + wd·w);  w ← w − v.
 """

@@ -1,4 +1,4 @@
-"""What every update rule is: state arrays over the layout, and a step in place; step 12 of the walk.
+"""What every update rule is: state arrays over the layout, and a step in place; step 9 of the walk.
 
 A rule sees weights and gradients as flat FP32 arrays with zeros between the slots. It may use the gradients as scratch.
 """

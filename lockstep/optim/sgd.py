@@ -1,4 +1,4 @@
-"""SGD with momentum, the learning rate outside it (Goyal et al. 2017, eq. 9): gradients → weights, step 12 of the walk.
+"""SGD with momentum, the learning rate outside it (Goyal et al. 2017, eq. 9): gradients → weights, step 9 of the walk.
 
 d = g + wd·w;  v ← m·v + d;  w ← w − lr·v, or with Nesterov's momentum w ← w − lr·(d + m·v).
 """
