@@ -63,10 +63,6 @@ class Tuning:
             sizes.setdefault(sample.choice, set()).add(sample.num_bytes)
         return fit_cost([sample for sample in self.samples if len(sizes[sample.choice]) > 1])
 
-    def best(self, num_bytes: float) -> tuple[Choice, float]:
-        """The quickest choice for a message, and its seconds."""
-        return pick_choice(self.samples, num_bytes)
-
 
 def list_choices(topology: Topology) -> list[Choice]:
     """Everything worth measuring on a topology, PyTorch's own first."""
