@@ -15,10 +15,15 @@ SLOW_LINK = 0.5
 
 
 class RankTimes(NamedTuple):
-    """One rank's mean seconds per step until its gradients were ready."""
+    """One rank's seconds per step until its gradients were ready."""
 
     input_s: float
     compute_s: float
+
+
+def typical_times(times: Sequence[RankTimes]) -> RankTimes:
+    """The median over a run: one hiccup of a busy machine must not make a straggler."""
+    return RankTimes(*(statistics.median(values) for values in zip(*times, strict=True)))
 
 
 class Straggler(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep import __version__
 from lockstep.comm.links import measure_links
-from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler
+from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, typical_times
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix
@@ -55,6 +55,11 @@ class Window:
     def total_s(self) -> float:
         return sum(self.seconds[kind] for kind in TRAINING)
 
+    @property
+    def rank_times(self) -> RankTimes:
+        """What a step cost this rank alone."""
+        return RankTimes(self.seconds["input"] / self.steps, self.seconds["compute"] / self.steps)
+
 
 class Trainer:
     """One rank's run, from the first step it takes to the last."""
@@ -83,6 +88,7 @@ class Trainer:
         self.first = Window()  # the first step, which pays for memory, threads and kernels that no later step pays for
         self.spent = Window()  # all later ones
         self.window = Window()  # since the last step record
+        self.rank_times: list[RankTimes] = []  # of every window
         self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window
         self.reported_bad: set[int] = set()
         self.unsaved = ""  # why the last checkpoint could not be written
@@ -196,6 +202,7 @@ class Trainer:
             )
         )
         (self.spent if self.first.steps else self.first).add(window)
+        self.rank_times.append(window.rank_times)
         self.window = Window()
         self.tally.zero_()
 
@@ -340,13 +347,13 @@ class Trainer:
 
     def _name_straggler(self, spent: Window) -> str:
         """The sentence on who held the others up, if anyone did; every rank must call it."""
-        steps = max(1, spent.steps)
-        own = RankTimes(spent.seconds["input"] / steps, spent.seconds["compute"] / steps)
-        times: list[RankTimes] = self.world.gather_objects(own)
+        if not self.rank_times:
+            return ""
+        times: list[RankTimes] = self.world.gather_objects(typical_times(self.rank_times[1:] or self.rank_times))
         topology = self.parts.topology
         waited = self.world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
         links = measure_links(self.world, topology) if waited > NOTABLE_SHARE else []
         nodes = [topology.node_of(rank) for rank in range(self.world.size)]
         num_bytes = 4 * self.parts.layout.numel
-        straggler = find_straggler(times, spent.total_s / steps, links, num_bytes, nodes)
+        straggler = find_straggler(times, spent.total_s / spent.steps, links, num_bytes, nodes)
         return straggler.text if straggler else ""

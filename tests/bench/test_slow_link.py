@@ -14,10 +14,11 @@ from tests.engine.conftest import tiny_settings
 
 def test_a_node_whose_link_is_cut_to_a_tenth_is_named_with_network(tmp_path: Path) -> None:
     images = build_generated(tmp_path / "cache", 130, 50)
-    settings = [*tiny_settings(images), "train.duration=6st", "optim.warmup=0st", "train.eval_every=0st"]
+    settings = [*tiny_settings(images), "train.duration=8st", "optim.warmup=0st", "train.eval_every=0st"]
+    settings += ["train.log_every=1", "train.checkpoint_every=0st"]
     run = tmp_path / "run"
     argv = [sys.executable, "-m", "lockstep", "train", "quickstart", f"--out={run}"]
-    cluster = VirtualCluster.open(3, 1, 0.2, slow={1: 0.02})
+    cluster = VirtualCluster.open(3, 1, 0.1, slow={1: 0.01})
     if cluster.is_pretended:
         pytest.skip("needs the rights to create network namespaces")
     with cluster:

@@ -1,4 +1,4 @@
-from lockstep.comm.straggler import RankTimes, find_straggler
+from lockstep.comm.straggler import RankTimes, find_straggler, typical_times
 
 
 def test_even_ranks_have_no_straggler() -> None:
@@ -38,3 +38,8 @@ def test_the_greater_cost_is_named() -> None:
     links = [100e6, 100e6, 10e6]  # a message of 1 MB costs 2 x 90 ms more on the slow one
     assert find_straggler(times, 1.0, links, num_bytes=1e6).reason == "compute"  # type: ignore[union-attr]
     assert find_straggler(times, 1.0, links, num_bytes=2e6).reason == "network"  # type: ignore[union-attr]
+
+
+def test_one_hiccup_makes_no_straggler() -> None:
+    times = [RankTimes(0.0, 0.1), RankTimes(0.01, 0.12), RankTimes(0.02, 5.0)]
+    assert typical_times(times) == RankTimes(0.01, 0.12)
