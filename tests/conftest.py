@@ -8,3 +8,4 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("-m") != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA what there is
+        os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is defined: kernels run on the CPU, step by step
