@@ -6,7 +6,8 @@ Parameter names, shapes and order are torchvision's, so that weights move both w
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.nn import functional
+
+from lockstep.models.norm import BatchNorm, Pair
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -23,7 +24,16 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential
     """The projection of a block that changes the shape; None where the shortcut is the identity."""
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), BatchNorm(out_channels))
+
+
+def _project(downsample: nn.Sequential | None, x: Tensor) -> tuple[Tensor, BatchNorm | None]:
+    """The shortcut before its norm, and that norm; x itself where there is no projection."""
+    if downsample is None:
+        return x, None
+    convolution, norm = downsample
+    assert isinstance(norm, BatchNorm)
+    return convolution(x), norm
 
 
 class BasicBlock(nn.Module):
@@ -34,20 +44,19 @@ class BasicBlock(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = _convolution(in_channels, channels, 3, stride)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = BatchNorm(channels)
         self.conv2 = _convolution(channels, channels, 3)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm(channels)
         self.downsample = _shortcut(in_channels, channels, stride)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> BatchNorm:
         return self.bn2
 
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = functional.relu_(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
-        return functional.relu_(x.add_(shortcut))
+    def forward(self, pair: Pair) -> Pair:
+        x, shortcut = pair
+        x = self.bn1.relu(self.conv1(x))
+        return self.bn2.add_relu(self.conv2(x), *_project(self.downsample, shortcut))
 
 
 class Bottleneck(nn.Module):
@@ -59,23 +68,22 @@ class Bottleneck(nn.Module):
         super().__init__()
         out_channels = channels * self.expansion
         self.conv1 = _convolution(in_channels, channels, 1)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = BatchNorm(channels)
         self.conv2 = _convolution(channels, channels, 3, stride)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm(channels)
         self.conv3 = _convolution(channels, out_channels, 1)
-        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.bn3 = BatchNorm(out_channels)
         self.downsample = _shortcut(in_channels, out_channels, stride)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> BatchNorm:
         return self.bn3
 
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = functional.relu_(self.bn1(self.conv1(x)))
-        x = functional.relu_(self.bn2(self.conv2(x)))
-        x = self.bn3(self.conv3(x))
-        return functional.relu_(x.add_(shortcut))
+    def forward(self, pair: Pair) -> Pair:
+        x, shortcut = pair
+        x = self.bn1.relu(self.conv1(x))
+        x = self.bn2.relu(self.conv2(x))
+        return self.bn3.add_relu(self.conv3(x), *_project(self.downsample, shortcut))
 
 
 Block = type[BasicBlock] | type[Bottleneck]
@@ -105,8 +113,8 @@ class ResNet(nn.Module):
         super().__init__()
         self.zero_init_residual = zero_init_residual  # read by `initialize`
         self.conv1 = _convolution(3, width, 7, stride=2) if stem == "imagenet" else _convolution(3, width, 3)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if stem == "imagenet" else nn.Identity()
+        self.bn1 = BatchNorm(width)
+        self.pools = stem == "imagenet"
         out = width * block.expansion  # channels out of the first stage
         self.layer1 = _stage(block, stage_blocks[0], width, width, stride=1)
         self.layer2 = _stage(block, stage_blocks[1], out, 2 * width, stride=2)
@@ -116,8 +124,9 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(8 * out, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.maxpool(functional.relu_(self.bn1(self.conv1(images))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        x = self.conv1(images)
+        pair = self.bn1.relu_pool(x) if self.pools else (y := self.bn1.relu(x), y)
+        x, _ = self.layer4(self.layer3(self.layer2(self.layer1(pair))))
         logits: Tensor = self.fc(self.avgpool(x).flatten(1))
         return logits
 
