@@ -1,7 +1,7 @@
 """Batch norm as a ResNet uses it: with ReLU, with the shortcut added, with the stem's pool; step 6 of the walk.
 
-The plain versions are PyTorch's own operations. `fused` ones (`kernels/batch_norm.py`) give the same numbers in fewer
-passes over memory; they are for training on a GPU.
+The plain versions are PyTorch's own operations. The `fused` ones of `kernels/batch_norm.py` and `kernels/pool.py` give
+the same numbers in fewer passes over memory; they are for training on a GPU.
 """
 
 from typing import Any
@@ -121,7 +121,7 @@ class _NormAddRelu(torch.autograd.Function):
 class _NormReluPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, gamma: Tensor, beta: Tensor) -> Pair:
-        from lockstep.kernels.batch_norm import normalize_pool
+        from lockstep.kernels.pool import normalize_pool
 
         x = _dense(x)
         moments = norm.moments(x)
@@ -133,7 +133,7 @@ class _NormReluPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, more_dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from lockstep.kernels.batch_norm import pool_gradient
+        from lockstep.kernels.pool import pool_gradient
 
         x, winner, moments = ctx.saved_tensors
         dx, sums = pool_gradient(*_two_gradients(dy, more_dy), winner, x, moments)
