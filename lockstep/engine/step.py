@@ -17,23 +17,24 @@ def train_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Ten
 
     Every rank divides by the *global* batch and the reducer sums, so uneven shares average exactly.
     """
-    model, reducer, clock = parts.model, parts.reducer, parts.clock
+    model, reducer, clock, scale = parts.model, parts.reducer, parts.clock, parts.loss_scale
+    parts.lr.fill_(lr)
     reducer.begin()
     reducer.side[STOP] = float(stop)
     for images, labels, is_last in split_batch(batch, parts.max_batch_per_rank):
-        logits = model(images)
+        logits = model(images.to(parts.dtype))
         loss = cross_entropy_sum(logits, labels, parts.label_smoothing) / batch.global_size
         reducer.side[LOSS] += loss.detach()
         reducer.side[CORRECT] += count_correct(logits, labels, (1,))[0]
         if is_last:
             reducer.arm()
-        loss.backward()  # hooks send each buffer as it fills
+        loss.backward(scale.factor if scale else None)  # hooks send each buffer as it fills
     clock.mark("compute")
 
     reducer.finish()
     clock.mark("communicate")
 
-    parts.rule.step(parts.weights, reducer.gradients, lr)
+    parts.rule.step(parts.weights, reducer.gradients, parts.lr, parts.half_weights, scale)
     clock.mark("compute")
     return reducer.side
 

@@ -234,7 +234,7 @@ class Trainer:
     def _evaluate(self) -> None:
         start = time.perf_counter()
         with build_eval_pipeline(self.config, self.world, self.sources.val) as batches:
-            result = evaluate(self.parts.model, batches, self.world)
+            result = evaluate(self.parts.model, batches, self.world, self.parts.dtype)
         self._emit(
             Evaluated(
                 step=self.state.step,
@@ -354,6 +354,6 @@ class Trainer:
         waited = self.world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
         links = measure_links(self.world, topology) if waited > NOTABLE_SHARE else []
         nodes = [topology.node_of(rank) for rank in range(self.world.size)]
-        num_bytes = 4 * self.parts.layout.numel
+        num_bytes = self.parts.layout.gradient_bytes
         straggler = find_straggler(times, spent.total_s / spent.steps, links, num_bytes, nodes)
         return straggler.text if straggler else ""

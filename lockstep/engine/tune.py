@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.cost import Sample
-from lockstep.comm.fusion import Buffer, ReductionPlan, plan_buffers, plan_merged, plan_two_segments
+from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
 from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.tuner import (
     MARGIN,
@@ -125,7 +125,7 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     statistics = [buffer.clone() for buffer in parts.model.buffers()]
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
-    samples = measure_choices(hybrid, world, choices, list_sizes(4 * parts.layout.numel), MESSAGE_SHARE * budget_s)
+    samples = measure_choices(hybrid, world, choices, list_sizes(parts.layout.gradient_bytes), MESSAGE_SHARE * budget_s)
     ready_s = world.broadcast_object(_measure_ready(parts, batch))
     plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples))
     plans = world.broadcast_object(plans)
@@ -162,22 +162,24 @@ def propose_plans(
     def predict(num_bytes: int) -> float:
         return pick_choice(samples, num_bytes)[1]
 
+    head, width = layout.head, layout.head_element_bytes
+    ready_s = ready_s[: len(head.slots)]
     rules: dict[str, Callable[[], tuple[Buffer, ...]]] = {
-        "merged": lambda: plan_merged(layout, ready_s, predict),
-        "two-segments": lambda: plan_two_segments(layout, ready_s, predict),
-        "threshold": lambda: plan_buffers(layout, comm.buffer_mb * 2**20),
+        "merged": lambda: plan_merged(head, ready_s, predict, width),
+        "two-segments": lambda: plan_two_segments(head, ready_s, predict, width),
+        "threshold": lambda: plan_buffers(head, comm.buffer_mb * 2**20, width),
     }
     plans: dict[str, ReductionPlan] = {}
     if comm.algorithm == "auto" and comm.fusion == "auto" and comm.overlap != "off":
-        buffers = plan_buffers(layout, comm.buffer_mb * 2**20)
+        buffers = add_tail(layout, rules["threshold"]())
         plans[PLAIN] = ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True)
     if comm.overlap != "on" and comm.fusion == "auto":
-        whole = plan_buffers(layout, float("inf"))
+        whole = add_tail(layout, plan_buffers(head, float("inf")))
         plans["one buffer, after backward"] = assign_choices(whole, samples, overlap=False)
     for name, rule in rules.items():
         if comm.fusion not in ("auto", name):
             continue
-        buffers = rule()
+        buffers = add_tail(layout, rule())
         for overlap in (True, False):
             if (comm.overlap == "on" and not overlap) or (comm.overlap == "off" and overlap):
                 continue
@@ -208,7 +210,7 @@ def _run_backward(parts: Parts, batch: Batch) -> None:
     """A step without an update."""
     parts.reducer.begin()
     for images, labels, is_last in split_batch(batch, parts.max_batch_per_rank):
-        loss = cross_entropy_sum(parts.model(images), labels) / batch.global_size
+        loss = cross_entropy_sum(parts.model(images.to(parts.dtype)), labels) / batch.global_size
         if is_last:
             parts.reducer.arm()
         loss.backward()

@@ -13,7 +13,7 @@ from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
 from lockstep.layout import plan_layout
 from lockstep.optim.groups import describe_parameters
-from lockstep.optim.storage import build_weights, views
+from lockstep.optim.storage import build_weights, mixed_views
 from tests.ranks import run_ranks, world_of_one
 
 
@@ -34,9 +34,9 @@ def reduce_once(
     model = build_network()
     layout = plan_layout(describe_parameters(model))
     build_weights(model, layout, world.device)
-    array = allocate_gradients(layout.numel, world.device)
+    gradients = allocate_gradients(layout.numel, world.device)
     parameters = dict(model.named_parameters())
-    slots = views(array[: layout.numel], layout)
+    slots = mixed_views(*gradients, layout)
     buffers = plan_buffers(layout, threshold)
     plan = ReductionPlan(buffers, (choice,) * len(buffers), overlap)
     hybrid = None
@@ -45,7 +45,7 @@ def reduce_once(
         hybrid.prepare(plan.choices)
     reducer = Reducer(
         [parameters[slot.name] for slot in layout.slots],
-        array,
+        gradients,
         slots,
         plan,
         start=hybrid.start if hybrid else None,
