@@ -310,6 +310,15 @@ class TrainConfig(Section):
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="how many of the last checkpoints stay")
     log_every: int = Field(default=10, ge=1, description="steps between step records")
+    own_kernels: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton is there"
+    )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        default="auto", description="record the step and replay it in one launch, on a GPU; auto: where it is quicker"
+    )
+    compile: Literal["auto", "off", "whole", "stage", "block"] = Field(
+        default="auto", description="torch.compile the network, on a GPU; auto: tried in runs long enough to earn it"
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -74,12 +74,15 @@ class Reducer:
 
     def begin(self) -> None:
         """Forget the last step."""
+        self._start_over(landed=False)
+        self.side.zero_()
+
+    def _start_over(self, *, landed: bool) -> None:
         self._step += 1
-        self._landed = [False] * len(self._slots)
+        self._landed = [landed] * len(self._slots)
         self._num_missing = [buffer.last - buffer.first for buffer in self._buffers]
         self._num_sent = 0
         self._is_last_pass = False
-        self.side.zero_()
 
     def arm(self) -> None:
         """The next backward pass is the last of this step: send buffers as they fill."""
@@ -88,13 +91,27 @@ class Reducer:
 
     def finish(self) -> None:
         """Send what has not been sent and wait until every buffer holds the sum over ranks."""
-        if self.copies_late:
-            self._copy_all()
+        self.collect()
         while self._num_sent < len(self._buffers):
             self._send()
         for pending in self._pending:
             pending.wait()
         self._pending.clear()
+
+    def collect(self) -> None:
+        """Move gradients that have not been moved yet into their slots."""
+        fresh = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
+        if not fresh:
+            return
+        torch._foreach_copy_([self._slots[index] for index in fresh], list(fresh.values()))
+        for index in fresh:
+            self._landed[index] = True
+            self._parameters[index].grad = None
+
+    def finish_recorded(self) -> None:
+        """`finish` for passes that a recording ran: all gradients are in their slots, and no hook was called."""
+        self._start_over(landed=True)
+        self.finish()
 
     def _land(self, index: int, parameter: Tensor) -> None:
         """Move a fresh gradient into its slot at once: it is still in the cache, and its memory serves the next one."""
@@ -115,15 +132,6 @@ class Reducer:
         # Strictly in order: all ranks must start the same collectives in the same sequence.
         while self._num_sent < len(self._buffers) and self._num_missing[self._num_sent] == 0:
             self._send()
-
-    def _copy_all(self) -> None:
-        """Move all gradients of the step into their slots."""
-        fresh = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
-        if fresh:
-            torch._foreach_copy_([self._slots[index] for index in fresh], list(fresh.values()))
-        for index in fresh:
-            self._landed[index] = True
-            self._parameters[index].grad = None
 
     def _send(self) -> None:
         """Start the all-reduce of the next buffer."""

@@ -61,7 +61,8 @@ class Parts:
     hybrid: Hybrid | None  # None in a world of one
     topology: Topology
     rule: Rule
-    lr: Tensor  # of this step, on the device, so that a captured step can read it
+    lr: Tensor  # of this step, on the device, so that a recorded step can read it
+    stop: Tensor  # 1 if this rank wants to stop, likewise
     loss_scale: LossScale | None  # None unless gradients are FP16
     schedule: Schedule
     clock: Clock
@@ -138,6 +139,7 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
         topology=topology,
         rule=build_rule(config, layout, world.device),
         lr=torch.zeros((), device=world.device),
+        stop=torch.zeros((), device=world.device),
         loss_scale=build_loss_scale(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),

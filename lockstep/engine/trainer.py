@@ -19,8 +19,9 @@ from lockstep.data.order import Ledger, expected_ledger, mix
 from lockstep.data.pipeline import Batch, TrainPipeline
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.evaluate import evaluate
+from lockstep.engine.execution import Step, choose_execution
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
-from lockstep.engine.step import CORRECT, LOSS, STOP, train_step
+from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.engine.timing import Kind
 from lockstep.engine.tune import default_tuning_folder, describe_tuning, tune_parts
 from lockstep.errors import LockstepError, SharedError
@@ -99,8 +100,11 @@ class Trainer:
         self._say_started(start)
         try:
             self._tune()
+            step = choose_execution(
+                self.config, self.parts, self.world, self.total_steps - self.state.step, self._inform
+            )
             with build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline:
-                status = self._loop(pipeline)
+                status = self._loop(pipeline, step)
         except BaseException as error:
             self._say_ended("failed", start, reason=str(error))
             raise
@@ -114,9 +118,12 @@ class Trainer:
         """Choose how gradients travel; the run remembers, so that it adds in the same order when it goes on."""
         tuning = tune_parts(self.config, self.parts, self.world, [self.folder / "tuning.toml", default_tuning_folder()])
         if tuning:
-            self._emit(Notice(level="info", text=describe_tuning(tuning)))
+            self._inform(describe_tuning(tuning))
 
-    def _loop(self, pipeline: TrainPipeline) -> Status:
+    def _inform(self, text: str) -> None:
+        self._emit(Notice(level="info", text=text))
+
+    def _loop(self, pipeline: TrainPipeline, take_step: Step) -> Status:
         state, parts, clock = self.state, self.parts, self.parts.clock
         clock.take()
         while not self._is_last:
@@ -124,7 +131,7 @@ class Trainer:
             clock.mark("input")
             lr = parts.schedule.lr_at(state.step)
             self._seed_dropout()
-            side = train_step(parts, batch, lr, stop=bool(self.stop.signal))
+            side = take_step(batch, lr, bool(self.stop.signal))
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
@@ -284,9 +291,7 @@ class Trainer:
                 "--set train.duration=… with a longer one."
             )
         ranks = f"{self.world.size} rank{'s' if self.world.size > 1 else ''}"
-        self._emit(
-            Notice(level="info", text=f"Going on from step {self.state.step} on {ranks}; {wrote} wrote the checkpoint.")
-        )
+        self._inform(f"Going on from step {self.state.step} on {ranks}; {wrote} wrote the checkpoint.")
 
     def _emit(self, event: Event) -> None:
         self.sink.emit(event)

@@ -38,10 +38,9 @@ from lockstep.data.generated import default_cache
 from lockstep.data.order import Cursor, share
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, pinned_choice
-from lockstep.engine.step import split_batch
+from lockstep.engine.step import run_passes
 from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout
-from lockstep.optim.loss import cross_entropy_sum
 from lockstep.optim.schedule import Schedule
 
 # The share of the time for tuning that goes to single messages; the rest tries whole plans.
@@ -121,7 +120,7 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     start = time.perf_counter()
     topology = parts.topology
     budget_s = config.comm.tune_s
-    batch = _empty_batch(config, world)
+    batch = fake_batch(config, world)
     statistics = [buffer.clone() for buffer in parts.model.buffers()]
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
@@ -191,8 +190,8 @@ def propose_plans(
     return plans
 
 
-def _empty_batch(config: RunConfig, world: World) -> Batch:
-    """A batch like this rank's, of nothing."""
+def fake_batch(config: RunConfig, world: World) -> Batch:
+    """A batch like this rank's, of empty images."""
     start, stop = share(config.train.global_batch, world.rank, world.size)
     size = config.data.image_size
     images = torch.zeros(stop - start, 3, size, size, device=world.device)
@@ -208,12 +207,7 @@ def _empty_batch(config: RunConfig, world: World) -> Batch:
 
 def _run_backward(parts: Parts, batch: Batch) -> None:
     """A step without an update."""
-    parts.reducer.begin()
-    for images, labels, is_last in split_batch(batch, parts.max_batch_per_rank):
-        loss = cross_entropy_sum(parts.model(images.to(parts.dtype)), labels) / batch.global_size
-        if is_last:
-            parts.reducer.arm()
-        loss.backward()
+    run_passes(parts, batch.images, batch.labels, batch.global_size)
     parts.reducer.finish()
 
 

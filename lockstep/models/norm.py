@@ -21,10 +21,14 @@ class BatchNorm(nn.BatchNorm2d):
 
     fused = False  # set for training on a GPU
 
+    def plain(self, x: Tensor) -> Tensor:
+        """norm(x) alone."""
+        return nn.BatchNorm2d.forward(self, x)
+
     def relu(self, x: Tensor) -> Tensor:
         """relu(norm(x))."""
         if not self._is_fused:
-            return functional.relu_(self(x))
+            return functional.relu_(self.plain(x))
         y: Tensor = _NormRelu.apply(x, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return y
 
@@ -36,7 +40,7 @@ class BatchNorm(nn.BatchNorm2d):
             pair: Pair = _NormAddRelu.apply(x, shortcut, self, shortcut_norm, *parameters)  # type: ignore[no-untyped-call]
             return pair
         shortcut = shortcut_norm(shortcut) if shortcut_norm else shortcut
-        y = functional.relu_(self(x).add_(shortcut))
+        y = functional.relu_(self.plain(x).add_(shortcut))
         return y, y
 
     def relu_pool(self, x: Tensor) -> Pair:
@@ -44,7 +48,7 @@ class BatchNorm(nn.BatchNorm2d):
         if self._is_fused:
             pair: Pair = _NormReluPool.apply(x, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
             return pair
-        y = functional.max_pool2d(functional.relu_(self(x)), 3, stride=2, padding=1)
+        y = functional.max_pool2d(functional.relu_(self.plain(x)), 3, stride=2, padding=1)
         return y, y
 
     @property
@@ -57,6 +61,13 @@ class BatchNorm(nn.BatchNorm2d):
 
         statistics = (self.running_mean, self.running_var, self.num_batches_tracked)
         return batch_moments(x, self.weight, self.bias, *statistics, self.eps, self.momentum)  # type: ignore[arg-type]
+
+
+class BatchNormRelu(BatchNorm):
+    """Batch norm and ReLU as one module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu(x)
 
 
 def _dense(x: Tensor) -> Tensor:

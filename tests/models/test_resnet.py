@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.models import set_fused
 from lockstep.models.initialize import initialize
-from lockstep.models.norm import BatchNorm
 from lockstep.models.resnet import ResNet, build_resnet
 
 STAGES = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -143,17 +143,17 @@ def test_weights_move_to_torchvision_and_back(depth: int) -> None:
     torch.testing.assert_close(theirs(images), ours(images))
 
 
-@pytest.mark.parametrize(("depth", "stem"), [(18, "imagenet"), (50, "cifar")])
-def test_fused_norms_train_alike(depth: int, stem: Any) -> None:
+@pytest.mark.parametrize(("depth", "stem", "size"), [(18, "imagenet", 32), (50, "cifar", 8)])
+def test_fused_it_trains_alike(depth: int, stem: Any, size: int) -> None:
     pytest.importorskip("triton")
     plain = small_resnet(depth, stem=stem, zero_init_residual=False).to(memory_format=torch.channels_last)
     fused = copy.deepcopy(plain)
-    for module in fused.modules():
-        if isinstance(module, BatchNorm):
-            module.fused = True
-    images = torch.randn(4, 3, 32, 32).to(memory_format=torch.channels_last)
-    for model in (plain, fused):
-        model(images).square().sum().backward()
+    set_fused(fused, True)
+    images = torch.randn(3, 3, size, size).to(memory_format=torch.channels_last)
+    plain(images).square().sum().backward()
+    assert fused.input_channels == 4
+    with_an_empty_channel = torch.cat([images, torch.zeros(3, 1, size, size)], dim=1)
+    fused(with_an_empty_channel.to(memory_format=torch.channels_last)).square().sum().backward()
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         difference = (fused.get_parameter(name).grad - parameter.grad).norm() / parameter.grad.norm()
