@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import LockstepError
+from lockstep.kernels import has_triton
 from lockstep.layout import Layout, align
 from lockstep.optim.loss_scale import LossScale
 
@@ -73,7 +74,7 @@ class Rule(ABC):
         device = torch.device(device)
         self.layout = layout
         self.segments = Segments(layout, device)
-        self.is_fused = bool(fused)
+        self.is_fused = device.type == "cuda" and has_triton() if fused is None else fused
         self._kernels: FlatUpdate | None = None
         self._count = torch.zeros((), device=device)  # on the device, because only there is known what was skipped
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
