@@ -7,7 +7,7 @@ and gradients for the norms, 20 to read and write them with momentum and the hal
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -52,11 +52,11 @@ class FlatUpdate:
         self,
         layout: Layout,
         device: torch.device,
-        rule: Literal["sgd", "lars", "lamb"] | str,
+        rule: str,
         *,
         weight_decay: float,
         momentum: float = 0.0,
-        nesterov: bool | float = False,
+        nesterov: bool = False,
         trust_coefficient: float = 1.0,
         epsilon: float = 0.0,
         beta1: float = 0.0,
@@ -67,7 +67,7 @@ class FlatUpdate:
         self._rule = rule
         self._split = layout.split
         self._num_slots = len(layout.slots)
-        self._momentum, self._nesterov = momentum, bool(nesterov)
+        self._momentum, self._nesterov = momentum, nesterov
         self._trust_coefficient, self._epsilon = trust_coefficient, epsilon
         # As differences of Python's FP64 numbers: 1 − 0.999 in FP32 is off by 5e-5.
         self._moments = {"beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2, "rest2": 1.0 - beta2}
@@ -102,8 +102,7 @@ class FlatUpdate:
         state = count if scale is None else scale.state
         switches = {"RULE": self._rule, "SCALED": scale is not None}
         tiling = self.tiling
-        shape = {"BLOCK": tiling.block, "num_warps": tiling.num_warps}
-        shape |= {"HAS_HALF": self._split > 0, "HALF_VECTOR": tiling.half_vector}
+        shape = {"BLOCK": tiling.block, "HALF_VECTOR": tiling.half_vector, "num_warps": tiling.num_warps}
         if self._rule != "sgd" or scale is not None:
             sum_tiles[(self._num_tiles,)](
                 self._tiles,

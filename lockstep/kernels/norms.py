@@ -1,4 +1,4 @@
-"""The first two of the three launches of a fused update: what every slot's rate depends on, in one pass over the arrays.
+"""The first two of the three launches of a fused update: what the rates depend on, in one pass.
 
 `sum_tiles` adds up squares tile by tile, `settle_slots` adds up each slot's tiles, always in the same order and without
 atomics, so that every rank and every run gets the same bits. The plain version is `optim/rule.py` with its rules.
@@ -35,18 +35,13 @@ def half_offsets(start, lanes, HALF_VECTOR: tl.constexpr):
 
 
 @triton.jit
-def load_gradient(
-    half_gradients, gradients, start, split, lanes, mask, HAS_HALF: tl.constexpr, HALF_VECTOR: tl.constexpr
-):
+def load_gradient(half_gradients, gradients, start, split, lanes, mask, HALF_VECTOR: tl.constexpr):
     """A tile of gradients in FP32, from the array of its kind; a tile is half or FP32 as a whole."""
-    if HAS_HALF:
-        if start < split:
-            offsets = half_offsets(start, lanes, HALF_VECTOR)
-            values = tl.load(half_gradients + offsets, mask, other=0.0).to(tl.float32)
-        else:
-            values = tl.load(gradients + (start - split + lanes), mask, other=0.0)
+    if start < split:
+        offsets = half_offsets(start, lanes, HALF_VECTOR)
+        values = tl.load(half_gradients + offsets, mask, other=0.0).to(tl.float32)
     else:
-        values = tl.load(gradients + (start + lanes), mask, other=0.0)
+        values = tl.load(gradients + (start - split + lanes), mask, other=0.0)
     return values
 
 
@@ -90,7 +85,6 @@ def sum_tiles(
     log_beta2,
     epsilon,
     RULE: tl.constexpr,
-    HAS_HALF: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -108,7 +102,7 @@ def sum_tiles(
     if RULE != "sgd":
         w = tl.load(weights + offsets, mask, other=0.0)
         tl.store(partials + tile, tl.sum(w * w, axis=0))
-    g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HAS_HALF, HALF_VECTOR)
+    g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HALF_VECTOR)
     if RULE == "lamb":
         if SCALED:
             g = g / tl.load(scale)
@@ -120,9 +114,8 @@ def sum_tiles(
         _, _, g = lamb_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon)
         g = tl.where(mask, g, 0.0)
     tl.store(partials + num_tiles + tile, tl.sum(g * g, axis=0))
-    if SCALED:
-        if tile == 0:
-            tl.store(control + BAD, 0.0)
+    if tile == 0:
+        tl.store(control + BAD, 0.0)
 
 
 @triton.jit

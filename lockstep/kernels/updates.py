@@ -66,7 +66,6 @@ def update_tile(
     epsilon,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
-    HAS_HALF: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,12 +75,12 @@ def update_tile(
     lanes = tl.arange(0, BLOCK)
     mask = lanes < length
     offsets = start + lanes
-    # Weights and gradients may still be in the cache from the first launch; what is met only once must not push them out.
+    # Weights and gradients may still be in the cache from the first launch; the rest must not push them out.
     w = tl.load(weights + offsets, mask, other=0.0)
     m = tl.load(first + offsets, mask, other=0.0, eviction_policy=EVICT)
     if RULE == "lamb":
         v = tl.load(second + offsets, mask, other=0.0, eviction_policy=EVICT)
-    g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HAS_HALF, HALF_VECTOR) * inverse
+    g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HALF_VECTOR) * inverse
     decay = tl.load(decays + slot)
     if RULE == "sgd":
         d = g + decay * w
@@ -100,10 +99,9 @@ def update_tile(
         tl.store(second + offsets, v, mask, eviction_policy=EVICT)
     tl.store(first + offsets, m, mask, eviction_policy=EVICT)
     tl.store(weights + offsets, w, mask, eviction_policy=EVICT)
-    if HAS_HALF:
-        if start < split:
-            offsets = half_offsets(start, lanes, HALF_VECTOR)
-            tl.store(half_weights + offsets, w.to(half_weights.dtype.element_ty), mask, eviction_policy=EVICT)
+    if start < split:
+        offsets = half_offsets(start, lanes, HALF_VECTOR)
+        tl.store(half_weights + offsets, w.to(half_weights.dtype.element_ty), mask, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -138,7 +136,6 @@ def update_tiles(
     ceiling,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
-    HAS_HALF: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -180,7 +177,6 @@ def update_tiles(
             epsilon,
             RULE,
             NESTEROV,
-            HAS_HALF,
             HALF_VECTOR,
             EVICT,
             BLOCK,

@@ -7,7 +7,7 @@ to FP32, unscale, update, and put everything back if they were not finite.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Rule(ABC):
         """One step on flat FP32 arrays, the gradients used as scratch; `_count` is that of the steps before."""
 
     @abstractmethod
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         """The numbers of the rule, by the names the fused kernels know them by."""
 
     def _update_if_finite(self, weights: Tensor, gradients: Tensor, lr: Tensor, scale: LossScale) -> None:
