@@ -26,6 +26,7 @@ from lockstep.engine.timing import Kind
 from lockstep.engine.tune import default_tuning_folder, describe_tuning, tune_parts
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, Sink, StepDone
+from lockstep.optim.doctor import Doctor
 
 Status = Literal["finished", "interrupted"]
 TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
@@ -90,7 +91,8 @@ class Trainer:
         self.spent = Window()  # all later ones
         self.window = Window()  # since the last step record
         self.rank_times: list[RankTimes] = []  # of every window
-        self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window
+        self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
+        self.doctor: Doctor | None = None
         self.reported_bad: set[int] = set()
         self.unsaved = ""  # why the last checkpoint could not be written
 
@@ -125,6 +127,8 @@ class Trainer:
 
     def _loop(self, pipeline: TrainPipeline, take_step: Step) -> Status:
         state, parts, clock = self.state, self.parts, self.parts.clock
+        if parts.loss_scale:
+            self.doctor = Doctor(parts.layout, parts.loss_scale)
         clock.take()
         while not self._is_last:
             batch = next(pipeline)
@@ -135,7 +139,7 @@ class Trainer:
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
-            self.tally += side
+            self.tally += parts.loss_scale.drop_skipped(side) if parts.loss_scale else side
             self.window.steps += 1
             self.window.images += batch.global_size
             stopping = self._read_vote(side) and not self._is_last
@@ -188,8 +192,9 @@ class Trainer:
         window, state = self.window, self.state
         window.seconds = self.parts.clock.take()
         tally = self.tally.tolist()
-        loss = tally[LOSS] / window.steps
-        if not math.isfinite(loss):
+        num_good = window.steps - self._examine()
+        loss = tally[LOSS] / num_good if num_good else math.nan
+        if num_good and not math.isfinite(loss):
             raise SharedError(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
                 "lengthen optim.warmup."
@@ -199,7 +204,7 @@ class Trainer:
                 step=state.step,
                 epoch=self._epoch,
                 loss=loss,
-                top1=tally[CORRECT] / window.images,
+                top1=tally[CORRECT] / window.images * window.steps / max(1, num_good),
                 lr=lr,
                 images_per_second=window.images / window.total_s,
                 input_s=window.seconds["input"] / window.steps,
@@ -212,6 +217,17 @@ class Trainer:
         self.rank_times.append(window.rank_times)
         self.window = Window()
         self.tally.zero_()
+
+    def _examine(self) -> int:
+        """Say what the loss scale's doctor has to say; returns how many steps of the window were skipped."""
+        if self.doctor is None:
+            return 0
+        diagnosis = self.doctor.examine()
+        if diagnosis.is_stalled:
+            raise SharedError(diagnosis.text)
+        if diagnosis.text:
+            self._emit(Notice(level="warning" if diagnosis.is_at_floor else "info", text=diagnosis.text))
+        return diagnosis.num_skipped
 
     def _certify(self, epoch: int, pipeline: TrainPipeline) -> None:
         """Prove that the epoch's ledger over all ranks is that of every sample exactly once."""

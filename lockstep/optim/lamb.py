@@ -4,6 +4,8 @@ m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  m̂ = 
 r = m̂/(√v̂ + ε) + wd·w;  w ← w − lr·(‖w‖/‖r‖)·r.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ class Lamb(Rule):
         self.epsilon = epsilon  # above zero: between the slots r is 0/(0 + ε)
         self.weight_decay = weight_decay
 
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         return {
             "beta1": self.beta1,
             "beta2": self.beta2,

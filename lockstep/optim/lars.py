@@ -3,6 +3,8 @@
 λ = η·‖w‖ / (‖g‖ + wd·‖w‖ + ε);  v ← m·v + lr·λ·(g + wd·w);  w ← w − v.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ class Lars(Rule):
         self.trust_coefficient = trust_coefficient
         self.epsilon = epsilon
 
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         return {
             "momentum": self.momentum,
             "weight_decay": self.weight_decay,

@@ -7,12 +7,13 @@ to FP32, unscale, update, and put everything back if they were not finite.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import LockstepError
+from lockstep.kernels import has_triton
 from lockstep.layout import Layout, align
 from lockstep.optim.loss_scale import LossScale
 
@@ -73,7 +74,7 @@ class Rule(ABC):
         device = torch.device(device)
         self.layout = layout
         self.segments = Segments(layout, device)
-        self.is_fused = bool(fused)
+        self.is_fused = device.type == "cuda" and has_triton() if fused is None else fused
         self._kernels: FlatUpdate | None = None
         self._count = torch.zeros((), device=device)  # on the device, because only there is known what was skipped
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
@@ -110,7 +111,7 @@ class Rule(ABC):
         """One step on flat FP32 arrays, the gradients used as scratch; `_count` is that of the steps before."""
 
     @abstractmethod
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         """The numbers of the rule, by the names the fused kernels know them by."""
 
     def _update_if_finite(self, weights: Tensor, gradients: Tensor, lr: Tensor, scale: LossScale) -> None:

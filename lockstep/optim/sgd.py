@@ -3,6 +3,8 @@
 d = g + wd·w;  v ← m·v + d;  w ← w − lr·v, or with Nesterov's momentum w ← w − lr·(d + m·v).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class Sgd(Rule):
         self.nesterov = nesterov
         self.weight_decay = weight_decay
 
-    def constants(self) -> dict[str, float]:
+    def constants(self) -> dict[str, Any]:
         return {"momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": self.weight_decay}
 
     def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
