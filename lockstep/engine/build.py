@@ -16,7 +16,7 @@ from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology, read_cluster
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from lockstep.config import DataConfig, RunConfig
+from lockstep.config import DataConfig, PrecisionConfig, RunConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
@@ -97,11 +97,19 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
 def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.compute == "tf32"
-    torch.backends.cudnn.benchmark = True
+    set_number_formats(config.precision)
     model = build_network(config, len(sources.train.classes))
     in_epoch, total = count_steps(config, sources.train.num_samples)
     return assemble(config, world, model, build_schedule(config, in_epoch, total))
+
+
+def set_number_formats(precision: PrecisionConfig) -> None:
+    """PyTorch's own switches: what its multiplications may round, and that its kernels are chosen by measurement."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.compute == "tf32"
+    # The gradient of a 1×1 convolution sums over a million pixels; in half precision that sum would stall.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cudnn.benchmark = True
 
 
 def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedule) -> Parts:

@@ -131,7 +131,7 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     left_s = world.broadcast_object(budget_s - (time.perf_counter() - start))
     trials = _try_plans(parts, hybrid, world, batch, plans, left_s)
     for buffer, before in zip(parts.model.buffers(), statistics, strict=True):
-        buffer.copy_(before)  # empty images are no statistics
+        buffer.copy_(before)  # noise is no statistics
     best = pick_trial(trials)
     tuning = Tuning(
         name=name,
@@ -191,10 +191,11 @@ def propose_plans(
 
 
 def fake_batch(config: RunConfig, world: World) -> Batch:
-    """A batch like this rank's, of empty images."""
+    """A batch like this rank's, of noise: empty images would let a GPU run faster than real ones do."""
     start, stop = share(config.train.global_batch, world.rank, world.size)
     size = config.data.image_size
-    images = torch.zeros(stop - start, 3, size, size, device=world.device)
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    images = torch.randn(stop - start, 3, size, size, device=world.device, generator=generator)
     return Batch(
         images=images.contiguous(memory_format=torch.channels_last),
         labels=torch.zeros(stop - start, dtype=torch.int64, device=world.device),
