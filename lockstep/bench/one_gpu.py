@@ -198,7 +198,7 @@ def count_flops(model: str, batch: int, world: World) -> float:
     network = build_network(config, CLASSES).to(world.device).train()
     with FlopCounterMode(display=False) as counter:
         network(torch.randn(2, 3, IMAGE_SIZE, IMAGE_SIZE, device=world.device)).sum().backward()
-    return counter.get_total_flops() * batch / 2
+    return float(counter.get_total_flops() * batch / 2)
 
 
 def measure_matrix_product(world: World) -> float:
