@@ -101,9 +101,10 @@ class Reducer:
     def collect(self) -> None:
         """Move gradients that have not been moved yet into their slots."""
         fresh = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
-        if not fresh:
-            return
-        torch._foreach_copy_([self._slots[index] for index in fresh], list(fresh.values()))
+        for dtype in {gradient.dtype for gradient in fresh.values()}:
+            alike = [index for index, gradient in fresh.items() if gradient.dtype == dtype]
+            slots = [_flatten(self._slots[index]) for index in alike]
+            torch._foreach_copy_(slots, [_flatten(fresh[index]) for index in alike])
         for index in fresh:
             self._landed[index] = True
             self._parameters[index].grad = None
@@ -153,6 +154,11 @@ class Reducer:
         if buffer.start < split:
             return self._half[buffer.start : buffer.end]
         return self._full[buffer.start - split : None if is_last else buffer.end - split]
+
+
+def _flatten(values: Tensor) -> Tensor:
+    """All elements in the order they lie in memory: copies of many tensors in one launch want nothing else."""
+    return (values.permute(0, 2, 3, 1) if values.dim() == 4 else values).reshape(-1)
 
 
 def allocate_gradients(
