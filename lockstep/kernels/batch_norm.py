@@ -35,14 +35,18 @@ def _stats_kernel(x, partial, num_rows, channels, rows_per_program, BLOCK_M: tl.
     stop = tl.minimum(start + rows_per_program, num_rows)
     first = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for row in range(start, stop, BLOCK_M):
+    for row in range(start, stop, 2 * BLOCK_M):
+        # Two tiles at a time: the loads of both are on their way before either is needed.
         rows = row + tl.arange(0, BLOCK_M)
         mask = (rows < stop)[:, None] & inside[None, :]
         offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
-        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        value = tl.where(mask, value - pivot[None, :], 0.0)
-        first += value
-        second += value * value
+        next_mask = (rows + BLOCK_M < stop)[:, None] & inside[None, :]
+        value = tl.load(x + offsets, mask=mask, other=0.0)
+        next_value = tl.load(x + offsets + BLOCK_M * channels, mask=next_mask, other=0.0)
+        value = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
+        next_value = tl.where(next_mask, next_value.to(tl.float32) - pivot[None, :], 0.0)
+        first += value + next_value
+        second += value * value + next_value * next_value
     out = partial + chunk * 2 * channels + c
     tl.store(out, tl.sum(first, 0), mask=inside)
     tl.store(out + channels, tl.sum(second, 0), mask=inside)
@@ -118,6 +122,22 @@ def _apply_kernel(
 
 
 @triton.jit
+def _load_gradient(dy, more_dy, x, y, at, mask, scale, shift, MASK: tl.constexpr, MORE: tl.constexpr):
+    """The gradient behind ReLU's mask and the norm's input; all loads stand before what needs them."""
+    g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if MASK == 2:
+        after = tl.load(y + at, mask=mask, other=0.0)
+    if MORE:
+        g += tl.load(more_dy + at, mask=mask, other=0.0).to(tl.float32)
+    if MASK == 1:
+        g = tl.where(value * scale[None, :] + shift[None, :] > 0.0, g, 0.0)
+    if MASK == 2:
+        g = tl.where(after.to(tl.float32) > 0.0, g, 0.0)
+    return g, value
+
+
+@triton.jit
 def _sums_kernel(
     dy, more_dy, x, y, moments, g_out, partial, num_rows, channels, rows_per_program,
     MASK: tl.constexpr, MORE: tl.constexpr, WRITE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -133,22 +153,19 @@ def _sums_kernel(
     stop = tl.minimum(start + rows_per_program, num_rows)
     first = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for row in range(start, stop, BLOCK_M):
+    for row in range(start, stop, 2 * BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
         mask = (rows < stop)[:, None] & inside[None, :]
-        offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
-        g = tl.load(dy + offsets, mask=mask, other=0.0).to(tl.float32)
-        if MORE:
-            g += tl.load(more_dy + offsets, mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        if MASK == 1:
-            g = tl.where(value * scale[None, :] + shift[None, :] > 0.0, g, 0.0)
-        if MASK == 2:
-            g = tl.where(tl.load(y + offsets, mask=mask, other=0.0).to(tl.float32) > 0.0, g, 0.0)
+        next_mask = (rows + BLOCK_M < stop)[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * channels + c[None, :]
+        next_at = at + BLOCK_M * channels
+        g, value = _load_gradient(dy, more_dy, x, y, at, mask, scale, shift, MASK, MORE)
+        next_g, next_value = _load_gradient(dy, more_dy, x, y, next_at, next_mask, scale, shift, MASK, MORE)
         if WRITE:
-            tl.store(g_out + offsets, g, mask=mask)
-        first += g
-        second += g * (value - mean[None, :])
+            tl.store(g_out + at, g, mask=mask)
+            tl.store(g_out + next_at, next_g, mask=next_mask)
+        first += g + next_g
+        second += g * (value - mean[None, :]) + next_g * (next_value - mean[None, :])
     out = partial + chunk * 2 * channels + c
     tl.store(out, tl.sum(first, 0), mask=inside)
     tl.store(out + channels, tl.sum(second, 0), mask=inside)
@@ -209,11 +226,11 @@ class Walk(NamedTuple):
 
     @property
     def num_chunks(self) -> int:
-        return min(self.tiles[0], max(1, REDUCE_PROGRAMS // self.tiles[1]))
+        return min(-(-self.tiles[0] // 2), max(1, REDUCE_PROGRAMS // self.tiles[1]))
 
     @property
     def rows_per_chunk(self) -> int:
-        return -(-self.tiles[0] // self.num_chunks) * self.block_m
+        return -(-self.tiles[0] // (2 * self.num_chunks)) * 2 * self.block_m
 
 
 def plan_walk(x: Tensor) -> Walk:

@@ -1,6 +1,7 @@
-"""The stem of a ResNet: batch norm, ReLU and the 3 × 3 pool in one pass, and the way back without writing either.
+"""Batch norm, ReLU and a 3 × 3 pool at stride 2 in one pass, and the way back without writing what lies between.
 
-The tensor before the pool is the largest of the network; it is read once forward, twice backward (step 6 of the walk).
+The tensor before a pool is among the largest of a network; it is read once forward and twice backward (step 6 of the
+walk).
 """
 
 import torch
@@ -14,7 +15,7 @@ from lockstep.kernels.batch_norm import WARPS, Sums, finish_sums, plan_walk
 @triton.jit
 def _pool_kernel(
     x, moments, y, winner, height, width, channels, out_height, out_width,
-    BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y = the largest of relu(scale·x + shift) over 3 × 3 pixels, stride 2; `winner` says which, 9 if all are 0."""
     image = tl.program_id(0) // out_height
@@ -28,8 +29,8 @@ def _pool_kernel(
     which = tl.full([BLOCK_W, BLOCK_C], 9, tl.int32)
     base = x + image.to(tl.int64) * height * width * channels
     for tap in tl.static_range(9):
-        h = 2 * row - 1 + tap // 3 + 0 * columns
-        w = 2 * columns - 1 + tap % 3
+        h = 2 * row - PAD + tap // 3 + 0 * columns
+        w = 2 * columns - PAD + tap % 3
         mask = ((w >= 0) & (w < width) & (h >= 0) & (h < height))[:, None] & inside[None, :]
         value = tl.load(base + (h * width + w)[:, None] * channels + c[None, :], mask=mask, other=0.0).to(tl.float32)
         value = tl.where(mask, value * scale[None, :] + shift[None, :], 0.0)
@@ -42,27 +43,29 @@ def _pool_kernel(
 
 
 @triton.jit
-def _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, MORE: tl.constexpr):
+def _unpool(
+    dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width,
+    PAD: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
     """The gradient of each pixel before the pool: from the at most four windows it stands in, where it won."""
     image = rows // (height * width)
-    h = (rows // width) % height
-    w = rows % width
+    h = (rows // width) % height + PAD
+    w = rows % width + PAD
     g = tl.zeros(mask.shape, tl.float32)
     for corner in tl.static_range(4):
-        # Pixel h stands in windows h/2 (even h), or (h − 1)/2 and (h + 1)/2 (odd h).
-        out_h = (h + corner // 2) // 2
-        out_w = (w + corner % 2) // 2
-        tap = (h - 2 * out_h + 1) * 3 + (w - 2 * out_w + 1)
-        valid = (out_h < out_height) & (out_w < out_width)
+        # Counted from the border, pixel h stands in window h/2, and in the one before if h is even.
+        out_h = h // 2 - corner // 2
+        out_w = w // 2 - corner % 2
+        valid = (out_h >= 0) & (out_h < out_height) & (out_w >= 0) & (out_w < out_width)
         if corner // 2 == 1:
-            valid = valid & (h % 2 == 1)
+            valid = valid & (h % 2 == 0)
         if corner % 2 == 1:
-            valid = valid & (w % 2 == 1)
-        valid = valid[:, None] & mask
-        at = (image * out_height + out_h).to(tl.int64) * out_width + out_w
-        at = at[:, None] * channels + c[None, :]
-        won = tl.load(winner + at, mask=valid, other=9).to(tl.int32) == tap[:, None]
+            valid = valid & (w % 2 == 0)
         # Masks that are the same along the channels keep the loads wide.
+        valid = valid[:, None] & mask
+        tap = (h - 2 * out_h) * 3 + (w - 2 * out_w)
+        at = ((image * out_height + out_h).to(tl.int64) * out_width + out_w)[:, None] * channels + c[None, :]
+        won = tl.load(winner + at, mask=valid, other=9).to(tl.int32) == tap[:, None]
         gradient = tl.load(dy + at, mask=valid, other=0.0).to(tl.float32)
         if MORE:
             gradient += tl.load(more_dy + at, mask=valid, other=0.0).to(tl.float32)
@@ -74,7 +77,7 @@ def _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_hei
 def _pool_sums_kernel(
     dy, more_dy, winner, x, moments, partial, num_rows, channels, rows_per_program,
     height, width, out_height, out_width,
-    MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`_sums_kernel` with the pool's backward in front of it."""
     chunk = tl.program_id(0)
@@ -88,7 +91,7 @@ def _pool_sums_kernel(
     for row in range(start, stop, BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
         mask = (rows < stop)[:, None] & inside[None, :]
-        g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, MORE)
+        g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, PAD, MORE)
         value = tl.load(x + rows.to(tl.int64)[:, None] * channels + c[None, :], mask=mask, other=0.0).to(tl.float32)
         first += g
         second += g * (value - mean[None, :])
@@ -100,7 +103,7 @@ def _pool_sums_kernel(
 @triton.jit
 def _pool_gradient_kernel(
     dy, more_dy, winner, x, moments, line, dx, num_rows, channels, height, width, out_height, out_width,
-    MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`_gradient_kernel` with the pool's backward in front of it."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -112,28 +115,28 @@ def _pool_gradient_kernel(
     a = tl.load(line + c, mask=inside, other=0.0)
     b = tl.load(line + channels + c, mask=inside, other=0.0)
     constant = tl.load(line + 2 * channels + c, mask=inside, other=0.0)
-    g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, MORE)
+    g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, PAD, MORE)
     value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(dx + offsets, a[None, :] * g + b[None, :] * (value - mean[None, :]) + constant[None, :], mask=mask)
 
 
-def normalize_pool(x: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of relu(scale·x + shift) over 3 × 3 pixels at stride 2 with a border of one, and which one it was."""
+def normalize_pool(x: Tensor, moments: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+    """The largest of relu(scale·x + shift) over 3 × 3 pixels at stride 2, and which one it was."""
     count, channels, height, width = x.shape
-    shape = (count, channels, (height - 1) // 2 + 1, (width - 1) // 2 + 1)
+    shape = (count, channels, (height + 2 * padding - 3) // 2 + 1, (width + 2 * padding - 3) // 2 + 1)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     winner = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
     block_c = triton.next_power_of_2(channels)
     block_w = max(1, min(triton.next_power_of_2(shape[3]), 2048 // block_c))
     _pool_kernel[count * shape[2], triton.cdiv(shape[3], block_w)](
         x, moments, y, winner, height, width, channels, shape[2], shape[3],
-        BLOCK_W=block_w, BLOCK_C=block_c, num_warps=4,
+        PAD=padding, BLOCK_W=block_w, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
     return y, winner
 
 
 def pool_gradient(
-    dy: Tensor, more_dy: Tensor | None, winner: Tensor, x: Tensor, moments: Tensor
+    dy: Tensor, more_dy: Tensor | None, winner: Tensor, x: Tensor, moments: Tensor, padding: int
 ) -> tuple[Tensor, Sums]:
     """The gradient of the input of `normalize_pool`, with those of γ and β."""
     walk = plan_walk(x)
@@ -141,7 +144,8 @@ def pool_gradient(
     sizes = (x.shape[2], x.shape[3], dy.shape[2], dy.shape[3])
     partial = torch.empty(walk.num_chunks, 2, walk.channels, dtype=torch.float32, device=x.device)
     block_m = max(1, walk.block_m // 2)  # the windows take registers of their own
-    options = {"MORE": more_dy is not None, "BLOCK_M": block_m, "BLOCK_C": walk.block_c, "num_warps": WARPS}
+    options = {"PAD": padding, "MORE": more_dy is not None}
+    options |= {"BLOCK_M": block_m, "BLOCK_C": walk.block_c, "num_warps": WARPS}
     _pool_sums_kernel[walk.num_chunks, walk.tiles[1]](
         dy, more, winner, x, moments, partial, walk.rows, walk.channels, walk.rows_per_chunk, *sizes, **options
     )

@@ -43,12 +43,12 @@ class BatchNorm(nn.BatchNorm2d):
         y = functional.relu_(self.plain(x).add_(shortcut))
         return y, y
 
-    def relu_pool(self, x: Tensor) -> Pair:
+    def relu_pool(self, x: Tensor, padding: int = 1) -> Pair:
         """The largest of relu(norm(x)) over 3 × 3 pixels, at stride 2."""
         if self._is_fused:
-            pair: Pair = _NormReluPool.apply(x, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
+            pair: Pair = _NormReluPool.apply(x, self, padding, self.weight, self.bias)  # type: ignore[no-untyped-call]
             return pair
-        y = functional.max_pool2d(functional.relu_(self.plain(x)), 3, stride=2, padding=1)
+        y = functional.max_pool2d(functional.relu_(self.plain(x)), 3, stride=2, padding=padding)
         return y, y
 
     @property
@@ -68,6 +68,13 @@ class BatchNormRelu(BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.relu(x)
+
+
+class BatchNormReluPool(BatchNorm):
+    """Batch norm, ReLU and a 3 × 3 pool without border as one module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.relu_pool(x, padding=0)[0]
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -131,12 +138,13 @@ class _NormAddRelu(torch.autograd.Function):
 
 class _NormReluPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: BatchNorm, gamma: Tensor, beta: Tensor) -> Pair:
+    def forward(ctx: Any, x: Tensor, norm: BatchNorm, padding: int, gamma: Tensor, beta: Tensor) -> Pair:
         from lockstep.kernels.pool import normalize_pool
 
         x = _dense(x)
         moments = norm.moments(x)
-        y, winner = normalize_pool(x, moments)
+        y, winner = normalize_pool(x, moments, padding)
+        ctx.padding = padding
         ctx.save_for_backward(x, winner, moments)
         ctx.set_materialize_grads(False)
         return y, y.detach()
@@ -147,8 +155,8 @@ class _NormReluPool(torch.autograd.Function):
         from lockstep.kernels.pool import pool_gradient
 
         x, winner, moments = ctx.saved_tensors
-        dx, sums = pool_gradient(*_two_gradients(dy, more_dy), winner, x, moments)
-        return dx, None, sums.d_gamma, sums.d_beta
+        dx, sums = pool_gradient(*_two_gradients(dy, more_dy), winner, x, moments, ctx.padding)
+        return dx, None, None, sums.d_gamma, sums.d_beta
 
 
 def _two_gradients(dy: Tensor | None, more_dy: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -1,5 +1,6 @@
 """AlexNet: the one-column network of 62 M parameters, and where batch norm stands in it."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.models.alexnet import AlexNet, build_alexnet
-from lockstep.models.norm import BatchNorm, BatchNormRelu
+from lockstep.models import set_fused
+from lockstep.models.alexnet import AlexNet, Stem, build_alexnet
+from lockstep.models.norm import BatchNorm, BatchNormRelu, BatchNormReluPool
 
 
 def build_on_meta(**settings: Any) -> AlexNet:
@@ -17,15 +19,8 @@ def build_on_meta(**settings: Any) -> AlexNet:
 
 
 def kinds(model: AlexNet) -> str:
-    letters = {
-        nn.Conv2d: "C",
-        BatchNorm: "B",
-        BatchNormRelu: "BR",
-        nn.ReLU: "R",
-        nn.MaxPool2d: "P",
-        nn.Linear: "F",
-        nn.Dropout: "D",
-    }
+    letters = {nn.Conv2d: "C", Stem: "C", BatchNorm: "B", BatchNormRelu: "BR", BatchNormReluPool: "BRP", nn.ReLU: "R"}
+    letters |= {nn.MaxPool2d: "P", nn.Linear: "F", nn.Dropout: "D"}
     return "".join(letters[type(module)] for module in (*model.features, *model.classifier))
 
 
@@ -76,3 +71,21 @@ def test_activations_stay_channels_last() -> None:
     model = build_alexnet(3, image_size=63).features.to(memory_format=torch.channels_last)
     features = model(torch.randn(2, 3, 127, 127).to(memory_format=torch.channels_last))
     assert features.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("image_size", [64, 63])
+def test_fused_it_trains_alike(image_size: int) -> None:
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    stem = Stem(3, 8, 11, 4, 2, bias=False).to(memory_format=torch.channels_last)
+    plain = nn.Sequential(stem, BatchNormReluPool(8))
+    fused = copy.deepcopy(plain)
+    set_fused(fused, True)
+    images = torch.randn(2, 3, image_size, image_size).to(memory_format=torch.channels_last)
+    weight = torch.randn(2, 8, *plain(images).shape[2:])
+    for model in (plain, fused):
+        (model(images) * weight).sum().backward()
+    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3)

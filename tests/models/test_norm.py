@@ -18,8 +18,9 @@ FORWARDS: dict[str, Forward] = {
     "add": lambda norm, x, shortcut, other: norm.add_relu(x, shortcut),
     "add a normalised shortcut": lambda norm, x, shortcut, other: norm.add_relu(x, shortcut, other),
     "pool": lambda norm, x, shortcut, other: norm.relu_pool(x),
+    "pool without a border": lambda norm, x, shortcut, other: norm.relu_pool(x, padding=0),
 }
-SHAPES = [(3, 16, 5, 4), (2, 24, 7, 9), (1, 3, 1, 2), (4, 130, 6, 6)]
+SHAPES = [(3, 16, 5, 4), (2, 24, 7, 9), (1, 3, 3, 4), (4, 130, 6, 6)]
 
 
 def build_norm(channels: int, seed: int) -> BatchNorm:
@@ -70,7 +71,8 @@ def test_half_precision_differs_by_its_rounding_alone(name: str, dtype: torch.dt
 
 def check(name: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, device: str = "cpu") -> None:
     x = random_tensor(shape, 1, dtype) * 3 + 5  # far from zero, where naive sums of squares cancel
-    out_shape = shape if name != "pool" else (*shape[:2], (shape[2] - 1) // 2 + 1, (shape[3] - 1) // 2 + 1)
+    border = {"pool": 1, "pool without a border": 0}.get(name)
+    out_shape = shape if border is None else (*shape[:2], *((side + 2 * border - 3) // 2 + 1 for side in shape[2:]))
     shortcut = random_tensor(shape, 2, dtype)
     gradients = [random_tensor(out_shape, seed, dtype) for seed in (3, 4)]
     plain = [build_norm(shape[1], seed) for seed in (5, 6)]
