@@ -31,6 +31,7 @@ NUM_PHOTOS = 200
 STAGE_SAMPLES = 200
 TASK_SAMPLES = 8
 STAGE_S = 0.5
+DEPTHS = (2, 4, 8)  # batches prepared ahead: by each worker of a DataLoader, by all of Lockstep's threads together
 
 Measure = Callable[[], float]  # images per second
 Say = Callable[[int, int], None]
@@ -131,10 +132,19 @@ def _count_per_second(work: Callable[[], object], seconds: float) -> float:
 
 
 def _build_whole(contestant: Contestant, setting: Setting, round_s: float) -> Measure:
-    """A fresh pipeline for each turn, so that nobody works ahead during the others' turns."""
+    """A fresh pipeline for each turn, so that nobody works ahead during the others' turns.
+
+    Before its first turn each tries how many batches to prepare ahead, and keeps to what was quickest.
+    """
+    chosen: int | None = None
 
     def measure() -> float:
-        with contestant.open() as batches:
+        nonlocal chosen
+        chosen = chosen or max(DEPTHS, key=run)
+        return run(chosen)
+
+    def run(depth: int) -> float:
+        with contestant.open(depth) as batches:
             # A DataLoader's workers each make whole batches at the same time: count whole rounds of them only.
             for _ in range(2 * setting.threads):
                 next(batches)

@@ -27,7 +27,6 @@ from lockstep.data.sources import Source
 
 AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-PREFETCH_BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Contestant:
     name: str
     decode: Callable[[bytes], Any]  # bytes -> a decoded image of its own kind
     crop: Callable[[list[Any]], object]  # decoded images -> network input
-    open: Callable[[], AbstractContextManager[Iterator[int]]]  # a fresh pipeline: as each batch arrives, its images
+    # Batches prepared ahead -> a fresh pipeline: how many images each batch holds, as it arrives.
+    open: Callable[[int], AbstractContextManager[Iterator[int]]]
 
 
 def build_contestants(setting: Setting) -> list[Contestant]:
@@ -72,7 +72,7 @@ def _build_lockstep(setting: Setting) -> Contestant:
         return out
 
     @contextmanager
-    def open_pipeline() -> Iterator[Iterator[int]]:
+    def open_pipeline(depth: int) -> Iterator[Iterator[int]]:
         with TrainPipeline(
             setting.source,
             global_batch=setting.batch,
@@ -86,7 +86,7 @@ def _build_lockstep(setting: Setting) -> Contestant:
             mean=MEAN,
             std=STD,
             threads=setting.threads,
-            prefetch_batches=PREFETCH_BATCHES,
+            prefetch_batches=depth,
             device=setting.device,
             start=Cursor(),
             bad_share=1.0,
@@ -179,13 +179,13 @@ def _build_loader(
     """A DataLoader with as many worker processes as Lockstep has threads."""
     dataset = Photos(setting.source, lambda data: transform(decode_image(data)))
 
-    def load() -> Generator[int, None, None]:
+    def load(depth: int) -> Generator[int, None, None]:
         loader = DataLoader(
             dataset,
             batch_size=setting.batch,
             sampler=Endless(setting.source.num_samples),
             num_workers=setting.threads,
-            prefetch_factor=PREFETCH_BATCHES,
+            prefetch_factor=depth,
             pin_memory=setting.device.type == "cuda",
             # Where processes are not forked, they could not be given functions made here.
             multiprocessing_context="fork" if os.name == "posix" else None,
@@ -193,7 +193,7 @@ def _build_loader(
         for batch in loader:
             yield len(batch.to(setting.device, non_blocking=True))
 
-    def open_loader() -> AbstractContextManager[Iterator[int]]:
-        return closing(load())  # closing it stops the workers
+    def open_loader(depth: int) -> AbstractContextManager[Iterator[int]]:
+        return closing(load(depth))  # closing it stops the workers
 
     return Contestant(name, decode_image, lambda images: [transform(image) for image in images], open_loader)
