@@ -1,4 +1,4 @@
-"""What a folder of images or of packed shards holds: samples, classes, bytes, and how it was packed. Torch-free."""
+"""What a folder of images or of packed shards holds: samples, classes, bytes, and how it was packed."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,6 @@
 """One shard of a pack, written: files of an image folder → a tar file and its part of the index.
 
-It is the work of one process among several; `pack.py` says which files go into which shard. Torch-free.
+It is the work of one process among several; `pack.py` says which files go into which shard.
 """
 
 import os
