@@ -60,14 +60,14 @@ def write_shard(job: ShardJob, tick: Tick) -> list[str]:
             file.flush()
             os.fsync(file.fileno())
         if bad and not job.skip_bad:
-            aside.unlink()
             return bad
         write_index(job.part_path, _build_part(job, rows, bad, aside.stat().st_size))
         aside.replace(job.target / job.name)  # last: a shard in its place has its part of the index
+        return bad
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise cannot_write(job.target, error) from error
-    return bad
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _build_part(job: ShardJob, rows: list[Row], skipped: list[str], num_bytes: int) -> Index:
