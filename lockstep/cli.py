@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 recipes = typer.Typer(help="List, show and copy the packaged recipes.", invoke_without_command=True)
 app.add_typer(recipes, name="recipes")
+data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
+app.add_typer(data, name="data")
 bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -242,6 +244,89 @@ def copy_recipe(name: str, file: Path) -> None:
     """Copy a recipe to FILE, to change it and train with it."""
     config.copy_recipe(name, file)
     print(f"Copied {name} to {file}; train it with: lockstep train {file}")
+
+
+@data.command("pack")
+def pack_data(
+    source: Annotated[Path, typer.Argument(help="An image folder that holds train/ and val/.", metavar="SRC")],
+    target: Annotated[Path, typer.Argument(help="The shards' folder: new, empty, or a pack to finish.", metavar="DST")],
+    shard_mb: Annotated[float, typer.Option(min=0.001, help="About how many MB of files go into a shard.")] = 256.0,
+    short_side: Annotated[
+        int, typer.Option(min=0, help="Make images with a longer short side this small, in pixels; 0: keep all bytes.")
+    ] = 0,
+    quality: Annotated[int, typer.Option(min=1, max=100, help="JPEG quality of images made smaller.")] = 90,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable files out, and name them.")] = False,
+) -> None:
+    """Pack an image folder into tar shards with an index. Stopped at any time, the same command goes on."""
+    from lockstep.data.pack import pack_folder
+    from lockstep.report.display import progress
+
+    console = Console()
+    indexes = pack_folder(
+        source.expanduser(),
+        target.expanduser(),
+        shard_mb=shard_mb,
+        short_side=short_side,
+        quality=quality,
+        skip_bad=skip_bad,
+        workers=workers,
+        progress=lambda title: progress(title, console),
+    )
+    for name in (name for index in indexes for name in index.skipped):
+        print(f"left out: {name}")
+    print(
+        f"Packed {sum(index.num_samples for index in indexes):,} samples of {len(indexes[0].classes):,} classes into "
+        f"{sum(len(index.shards) for index in indexes):,} shards; train on them with --set data.path={target}"
+    )
+
+
+@data.command("verify")
+def verify_data(
+    target: Annotated[Path, typer.Argument(help="A folder of packed shards.", metavar="DST")],
+    decode: Annotated[bool, typer.Option("--decode", help="Decode every image too.")] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
+) -> None:
+    """Check every byte of packed shards, and name every damaged sample."""
+    from lockstep.data.verify import verify_shards
+    from lockstep.report.display import progress
+
+    verdict = verify_shards(
+        target.expanduser(), decode=decode, workers=workers, progress=progress("Verifying", Console())
+    )
+    for damage in verdict.damages:
+        print(damage)
+    if verdict.damages:
+        raise LockstepError(
+            f"{verdict.num_damaged:,} of {verdict.num_samples:,} samples in {target} are damaged, as listed; "
+            "copy those shards again, or pack again into an empty folder."
+        )
+    print(f"All {verdict.num_samples:,} samples in {target} are whole.")
+
+
+@data.command("info")
+def show_data(
+    path: Annotated[Path, typer.Argument(help="A folder of packed shards, or of images.", metavar="DST")],
+) -> None:
+    """Say what packed shards or an image folder hold."""
+    from rich.table import Table
+
+    from lockstep.data.inventory import take_inventory
+    from lockstep.report.display import progress
+    from lockstep.report.phrases import size
+
+    console = Console()
+    splits, settings = take_inventory(path.expanduser(), lambda title: progress(title, console))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("split", style="cyan")
+    for heading in ("samples", "classes", "shards", "bytes", "mean"):
+        table.add_column(heading, justify="right")
+    for split in splits:
+        counts = (split.num_samples, split.num_classes, split.num_shards)
+        cells = [*(f"{count:,}" for count in counts), size(split.num_bytes), size(split.num_bytes // split.num_samples)]
+        table.add_row(split.name, *cells)
+    console.print(table)
+    print(settings)
 
 
 @bench.command("step")

@@ -93,7 +93,9 @@ class DataConfig(Section):
     only_with = {"path": ("source", ("folder",))}
 
     source: Literal["generated", "folder"] = Field(default="generated", description="where samples lie")
-    path: str = Field(default="", description="folder that holds train/ and val/, for source = folder")
+    path: str = Field(
+        default="", description="folder that holds train/ and val/, or their packed shards, for source = folder"
+    )
     train_images: int = Field(default=4096, ge=1, description="training samples to generate")
     val_images: int = Field(default=1024, ge=1, description="validation samples to generate")
     image_size: int = Field(default=224, ge=1, description="side of the square the network sees, in pixels")

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep import __version__
 from lockstep.data.generated import build_generated
+from lockstep.data.pack import pack_folder
 from lockstep.events import EpochDone, Notice, RunEnded
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -201,3 +202,67 @@ def test_a_folder_in_use_is_one_sentence_before_any_rank_starts(images: Path, tm
     assert "already holds a run" in refuse(
         commands.run("train", "quickstart", "--ranks=2", f"--out={tmp_path}", *settings)
     )
+
+
+def test_images_are_packed_verified_described_and_trained_on(images: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "pack"
+    status, out, err = commands.run("data", "pack", str(images), str(pack), "--shard-mb=0.1", "--workers=2")
+    assert status == 0, err
+    assert "Packing: 180/180 (100.0 %)" in out
+    assert f"Packed 180 samples of 10 classes into {len(list(pack.glob('*.tar')))} shards" in out
+    status, out, err = commands.run("data", "verify", str(pack), "--decode")
+    assert (status, err) == (0, "")
+    assert "All 180 samples" in out
+    for path, words in ((pack, ["130", "50", "0.1 MB"]), (images, ["130", "50", "folder of images"])):
+        status, out, err = commands.run("data", "info", str(path))
+        assert (status, err) == (0, "")
+        assert all(word in out for word in words), out
+    status, out, err = train(pack, tmp_path / "run", "train.duration=1st", "optim.warmup=0st")
+    assert status == 0, err
+
+
+def test_damaged_samples_are_listed_and_counted(images: Path, tmp_path: Path) -> None:
+    pack = tmp_path / "pack"
+    pack_folder(images, pack)
+    tar = pack / "train-000000.tar"
+    content = bytearray(tar.read_bytes())
+    content[600] ^= 1
+    tar.write_bytes(content)
+    result = commands.run("data", "verify", str(pack))
+    assert "1 of 180 samples" in refuse(result)
+    assert "train-000000.tar  00000000-0000000  sample 0: its bytes do not match their checksum" in result[1]
+
+
+def test_a_wrong_pack_is_one_sentence(images: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("Dear Sir")
+    for source, target, words in (
+        (tmp_path / "nowhere", tmp_path / "pack", "nowhere is not a folder"),
+        (images, tmp_path / "mine", "is not empty and holds no packed shards"),
+        (images, tmp_path / "mine" / "letter.txt", "letter.txt is not a folder"),
+        (images, images / "pack", "lies inside"),
+        (tmp_path / "mine", tmp_path / "pack", "no folder"),
+    ):
+        assert words in refuse(commands.run("data", "pack", str(source), str(target)))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert "cannot be read" in refuse(commands.run("data", "verify", str(images)))
+
+
+def test_a_disk_that_is_full_while_packing_is_one_sentence_and_packing_goes_on_later(
+    images: Path, tmp_path: Path
+) -> None:
+    arguments = ["data", "pack", str(images), str(tmp_path / "pack"), "--shard-mb=0.1", "--workers=2"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        process = commands.start(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written (File too large)" in refuse(commands.finish(process))
+    assert commands.run(*arguments)[0] == 0
+
+
+def test_a_pack_that_lost_a_shard_is_one_sentence_before_training(images: Path, tmp_path: Path) -> None:
+    pack_folder(images, tmp_path / "pack")
+    (tmp_path / "pack" / "val-000000.tar").unlink()
+    assert "val-000000.tar cannot be read" in refuse(train(tmp_path / "pack", tmp_path / "run"))

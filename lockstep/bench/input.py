@@ -21,7 +21,7 @@ from lockstep.bench.input_peers import Contestant, Setting, build_contestants
 from lockstep.bench.photos import build_photos
 from lockstep.comm.world import count_cores
 from lockstep.data.generated import default_cache
-from lockstep.data.sources import ImageFolder, Source
+from lockstep.data.sources import Source, scan_folder
 from lockstep.errors import LockstepError
 from lockstep.report.display import progress
 
@@ -59,7 +59,7 @@ def open_photos(path: Path | None, console: Console) -> Source:
     if not folder.is_dir():
         raise LockstepError(f"{path} is not a folder; name one that holds photos, or none to have some generated.")
     # Labels do not matter here, so a folder of photos is one class, whatever lies below it.
-    return ImageFolder(folder.parent, (folder.name,))
+    return scan_folder(folder.parent, (folder.name,))
 
 
 def measure_input(setting: Setting, *, rounds: int, round_s: float, say: Say = lambda done, total: None) -> list[Row]:

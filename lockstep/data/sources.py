@@ -1,7 +1,7 @@
 """Where samples lie: sample number → encoded bytes and label (step 2 on the walk).
 
-A source is anything with the four members of `Source`; the order before it gives the numbers, the decoder after it
-takes the bytes. A generated data set is an image folder too (`generated.py`).
+A source is anything with the members of `Source`; the order before it gives the numbers, the decoder after it takes
+the bytes. Here are image folders, and a generated data set is one too (`generated.py`); packed ones: `shards.py`.
 """
 
 import os
@@ -19,8 +19,10 @@ IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 
 
 class Source(Protocol):
-    """Numbered samples, each with encoded bytes, a label and a name for messages."""
+    """Numbered samples of named classes, each with encoded bytes, a label and a name for messages."""
 
+    @property
+    def classes(self) -> tuple[str, ...]: ...
     @property
     def num_samples(self) -> int: ...
     @property
@@ -32,28 +34,20 @@ class Source(Protocol):
 class ImageFolder:
     """One split of an image folder: `<root>/<class>/**/*.jpeg`, in sorted order, so the same on every rank."""
 
-    def __init__(self, root: Path, classes: tuple[str, ...]) -> None:
-        self.classes = classes
-        self._root = os.fsencode(root) + b"/"
-        paths: list[bytes] = []
-        counts: list[int] = []
-        for name in classes:
-            found = sorted(os.fsencode(path) for path in _find_images(root, name))
-            if not found:
-                raise LockstepError(f"The class folder {root / name} holds no images; add some or remove the folder.")
-            paths += found
-            counts.append(len(found))
+    def __init__(
+        self, root: bytes, classes: tuple[str, ...], paths: bytes, ends: NDArray[np.int64], labels: NDArray[np.int64]
+    ) -> None:
         # One joined string and an array of ends: millions of paths without millions of objects.
-        self._paths = b"".join(paths)
-        self._ends = np.fromiter(accumulate(map(len, paths), initial=0), np.int64)
-        self.labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+        self._root, self.paths, self.ends = root, paths, ends
+        self.classes = classes
+        self.labels = labels
 
     @property
     def num_samples(self) -> int:
         return len(self.labels)
 
     def _path(self, index: int) -> bytes:
-        return self._root + self._paths[self._ends[index] : self._ends[index + 1]]
+        return self._root + self.paths[self.ends[index] : self.ends[index + 1]]
 
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when the file cannot be read."""
@@ -63,6 +57,32 @@ class ImageFolder:
     def name(self, index: int) -> str:
         """The file's path, for messages."""
         return os.fsdecode(self._path(index))
+
+    def size(self, index: int) -> int:
+        """Bytes of the file; OSError when there is none."""
+        return os.stat(self._path(index)).st_size
+
+    def part(self, first: int, last: int) -> "ImageFolder":
+        """The samples from `first` to before `last`, numbered from 0."""
+        ends = self.ends[first : last + 1]
+        return ImageFolder(
+            self._root, self.classes, self.paths[ends[0] : ends[-1]], ends - ends[0], self.labels[first:last]
+        )
+
+
+def scan_folder(root: Path, classes: tuple[str, ...]) -> ImageFolder:
+    """Find every image of one split."""
+    paths: list[bytes] = []
+    counts: list[int] = []
+    for name in classes:
+        found = sorted(os.fsencode(path) for path in _find_images(root, name))
+        if not found:
+            raise LockstepError(f"The class folder {root / name} holds no images; add some or remove the folder.")
+        paths += found
+        counts.append(len(found))
+    ends = np.fromiter(accumulate(map(len, paths), initial=0), np.int64)
+    labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
+    return ImageFolder(os.fsencode(root) + b"/", classes, b"".join(paths), ends, labels)
 
 
 def _find_images(root: Path, folder: str) -> Iterator[str]:
@@ -110,7 +130,7 @@ def open_folder(root: str | Path) -> tuple[ImageFolder, ImageFolder]:
         classes, val_classes = _list_classes(train), _list_classes(val)
         _refuse_difference(set(classes) - set(val_classes), train, val)
         _refuse_difference(set(val_classes) - set(classes), val, train)
-        return ImageFolder(train, classes), ImageFolder(val, classes)
+        return scan_folder(train, classes), scan_folder(val, classes)
     except OSError as error:
         raise LockstepError(
             f"The data path {error.filename or root} cannot be read ({error.strerror}); check its permissions and disk."

@@ -20,7 +20,8 @@ from lockstep.config import DataConfig, PrecisionConfig, RunConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
-from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.data.shards import is_packed, open_shards
+from lockstep.data.sources import Source, open_folder
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
@@ -44,8 +45,8 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class Sources:
     """Where the samples lie."""
 
-    train: ImageFolder
-    val: ImageFolder
+    train: Source
+    val: Source
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,12 @@ class Parts:
 
 
 def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
-    """Open the image folders; generated images are rendered on first use."""
+    """Open packed shards or image folders; generated images are rendered on first use."""
     if config.source == "generated":
         root = build_generated(default_cache(), config.train_images, config.val_images, progress)
     else:
         root = Path(config.path).expanduser()
-    return Sources(*open_folder(root))
+    return Sources(*(open_shards(root) if is_packed(root) else open_folder(root)))
 
 
 def count_steps(config: RunConfig, num_samples: int) -> tuple[int, int]:
@@ -278,7 +279,7 @@ def build_schedule(config: RunConfig, in_epoch: int, total: int) -> Schedule:
     )
 
 
-def build_train_pipeline(config: RunConfig, world: World, source: ImageFolder, start: Cursor) -> TrainPipeline:
+def build_train_pipeline(config: RunConfig, world: World, source: Source, start: Cursor) -> TrainPipeline:
     """This rank's training batches from `start` on."""
     data = config.data
     return TrainPipeline(
@@ -301,7 +302,7 @@ def build_train_pipeline(config: RunConfig, world: World, source: ImageFolder, s
     )
 
 
-def build_eval_pipeline(config: RunConfig, world: World, source: ImageFolder) -> EvalPipeline:
+def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> EvalPipeline:
     """This rank's part of the validation set."""
     data = config.data
     return EvalPipeline(

@@ -1,0 +1,203 @@
+"""An image folder → tar shards with an index: what `shards.py` reads.
+
+The plan of which file goes into which shard depends on the folder and the settings alone, and so does every byte
+written. Shards are written aside and renamed, so a pack that was killed goes on with the shards not yet there.
+"""
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.index import Index, Settings, join_indexes, read_index, write_index
+from lockstep.data.record import BLOCK, FRAME_BYTES
+from lockstep.data.shard_writer import ShardJob, cannot_write, write_shard
+from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards
+from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.data.workers import Progress, run_jobs
+from lockstep.errors import LockstepError
+
+NAMED = 20  # bad files that a sentence names
+STAT_FILES = 4096  # files looked at by one thread at a time
+STAT_THREADS = 16  # they only wait, for a disk that may be far away
+
+
+def pack_folder(
+    source: Path,
+    target: Path,
+    *,
+    shard_mb: float = 256.0,
+    short_side: int = 0,
+    quality: int = 90,
+    skip_bad: bool = False,
+    workers: int = 1,
+    progress: Callable[[str], Progress] = lambda title: lambda done, total: None,
+) -> list[Index]:
+    """Pack both splits of an image folder and return their indexes; a finished pack is left as it is.
+
+    `short_side` 0 keeps every file's bytes. `progress` makes a display of (samples done, total) from a title.
+    """
+    _refuse_places(source, target)
+    folders = open_folder(source)
+    sizes = [
+        measure_sizes(folder, progress(f"Looking at {split}")) for folder, split in zip(folders, SPLITS, strict=True)
+    ]
+    settings: dict[str, float | str] = {
+        "shard_mb": shard_mb,
+        "short_side": short_side,
+        "quality": quality if short_side else 0,
+        "source": _fingerprint(folders, sizes),
+    }
+    jobs = [
+        [
+            ShardJob(target, f"{split}-{number:06d}.tar", folder.part(first, last), first, settings, skip_bad)
+            for number, (first, last) in enumerate(plan_shards(folder_sizes, shard_mb * 1e6))
+        ]
+        for split, folder, folder_sizes in zip(SPLITS, folders, sizes, strict=True)
+    ]
+    try:
+        indexes = [read_index(path) for split in SPLITS if (path := index_path(target, split)).exists()]
+        for index in indexes:
+            _refuse_other(target, index.settings, settings)
+        if len(indexes) == len(SPLITS):
+            open_shards(target)  # for what it says about a shard that is gone
+        else:
+            with _claim(target, settings):
+                _write_shards([job for split in jobs for job in split], workers, progress("Packing"))
+                indexes = [_finish_split(target, split, part) for split, part in zip(SPLITS, jobs, strict=True)]
+        shutil.rmtree(target / WORK_FOLDER, ignore_errors=True)
+        return indexes
+    except OSError as error:
+        raise cannot_write(target, error) from error
+
+
+def plan_shards(sizes: NDArray[np.int64], shard_bytes: float) -> list[tuple[int, int]]:
+    """The first and last + 1 sample of each shard, filled in order up to a size in source bytes."""
+    ends = np.cumsum(FRAME_BYTES + sizes + -sizes % BLOCK)
+    shards: list[tuple[int, int]] = []
+    first, start = 0, 0
+    while first < len(sizes):
+        last = max(first + 1, int(np.searchsorted(ends, start + shard_bytes, side="right")))
+        shards.append((first, last))
+        first, start = last, int(ends[last - 1])
+    return shards
+
+
+def measure_sizes(folder: ImageFolder, progress: Progress) -> NDArray[np.int64]:
+    """Bytes of each file; 0 where there is none, which is for the packing to find."""
+    sizes = np.zeros(folder.num_samples, np.int64)
+
+    def measure(first: int) -> int:
+        for index in range(first, min(first + STAT_FILES, len(sizes))):
+            try:
+                sizes[index] = folder.size(index)
+            except OSError:
+                continue
+        return min(first + STAT_FILES, len(sizes))
+
+    with ThreadPoolExecutor(STAT_THREADS) as pool:
+        for done in pool.map(measure, range(0, len(sizes), STAT_FILES)):
+            progress(done, len(sizes))
+    return sizes
+
+
+def _write_shards(jobs: Sequence[ShardJob], workers: int, progress: Progress) -> None:
+    """Write the shards that are not there yet; bad files that may not be left out are one sentence at the end."""
+    todo = [job for job in jobs if not _is_written(job)]
+    total = sum(job.folder.num_samples for job in jobs)
+    done = total - sum(job.folder.num_samples for job in todo)
+    results = run_jobs(write_shard, todo, workers=workers, done=done, total=total, progress=progress)
+    bad = [name for names in results for name in names]
+    if bad and not jobs[0].skip_bad:
+        more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+        raise LockstepError(
+            f"{len(bad)} files cannot be packed: {', '.join(bad[:NAMED])}{more}; "
+            "repair them, or run the same command with --skip-bad to leave them out."
+        )
+
+
+def _is_written(job: ShardJob) -> bool:
+    """Whether an earlier run wrote this shard, with nothing left out that may not be."""
+    try:
+        part = read_index(job.part_path)
+        whole = (job.target / job.name).stat().st_size == part.shards[0].num_bytes
+    except (OSError, LockstepError):
+        return False
+    return whole and (job.skip_bad or not part.skipped)
+
+
+def _finish_split(target: Path, split: str, jobs: Sequence[ShardJob]) -> Index:
+    """Join the shards' parts of the index into that of the split."""
+    index = join_indexes([read_index(job.part_path) for job in jobs])
+    if not index.num_samples:
+        raise LockstepError(f"Not one file of {split}/ can be packed; see whether the disk and the files are whole.")
+    write_index(index_path(target, split), index)
+    return index
+
+
+def _fingerprint(folders: Sequence[ImageFolder], sizes: Sequence[NDArray[np.int64]]) -> str:
+    """A hash of names and sizes: a folder that changed must not be mixed with what was packed before."""
+    digest = hashlib.sha256()
+    for folder, folder_sizes in zip(folders, sizes, strict=True):
+        digest.update(json.dumps(folder.classes).encode() + folder.paths)
+        digest.update(folder.ends.tobytes() + folder_sizes.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _refuse_places(source: Path, target: Path) -> None:
+    """Raise when there is nothing to pack from or no place to pack to."""
+    if not source.is_dir():
+        raise LockstepError(f"{source} is not a folder; give one that holds train/ and val/.")
+    if is_packed(source):
+        raise LockstepError(f"{source} holds packed shards already; give the folder of images they were made from.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise LockstepError(f"{target} lies inside {source}; pack to a folder outside it.")
+    if target.exists() and not target.is_dir():
+        raise LockstepError(f"{target} is not a folder; give one that is empty or not there yet.")
+    if target.is_dir() and not is_packed(target) and any(target.iterdir()):
+        raise LockstepError(f"{target} is not empty and holds no packed shards; give an empty folder or a new one.")
+
+
+def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
+    """Raise when what lies in the target was packed otherwise."""
+    names = {
+        "shard_mb": "--shard-mb",
+        "short_side": "--short-side",
+        "quality": "--quality",
+        "source": "other images in",
+    }
+    different = [
+        f"{names[key]} {'SRC' if key == 'source' else before[key]}" for key in names if before[key] != now[key]
+    ]
+    if different:
+        raise LockstepError(
+            f"{target} holds a pack with {', '.join(different)}; give the same settings and images to go on with it, "
+            "or pack to another folder."
+        )
+
+
+@contextmanager
+def _claim(target: Path, settings: Settings) -> Iterator[None]:
+    """Make the target ours: nobody else packs into it, and what was begun in it was begun with these settings."""
+    work = target / WORK_FOLDER
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / "lock", "wb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LockstepError(f"Another process is packing into {target}; wait for it, or stop it first.") from None
+        note = work / "settings.json"
+        if note.exists():
+            _refuse_other(target, json.loads(note.read_text()), settings)
+        for leftover in work.glob("*.partial"):
+            leftover.unlink(missing_ok=True)
+        (work / "settings.partial").write_text(json.dumps(settings))
+        (work / "settings.partial").replace(note)
+        yield

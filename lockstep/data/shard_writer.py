@@ -1,0 +1,110 @@
+"""One shard of a pack, written: files of an image folder → a tar file and its part of the index.
+
+It is the work of one process among several; `pack.py` says which files go into which shard.
+"""
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from PIL import Image
+
+from lockstep.data.decode import DecodeError, decode
+from lockstep.data.index import Index, Settings, ShardInfo, write_index
+from lockstep.data.record import BLOCK, END, build_key, build_record
+from lockstep.data.shards import WORK_FOLDER
+from lockstep.data.sources import ImageFolder
+from lockstep.data.workers import Tick
+from lockstep.errors import LockstepError
+
+Row = tuple[int, int, int, int]  # offset, label, length and checksum of a sample
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One shard to write."""
+
+    target: Path
+    name: str
+    folder: ImageFolder  # the shard's part of the split
+    first: int  # number of its first sample in the split
+    settings: Settings
+    skip_bad: bool
+
+    @property
+    def part_path(self) -> Path:
+        return self.target / WORK_FOLDER / f"{self.name}.index"
+
+
+def write_shard(job: ShardJob, tick: Tick) -> list[str]:
+    """Write one shard and its part of the index; the bad files it met, without which it is only written if allowed."""
+    aside = job.target / WORK_FOLDER / f"{job.name}.{os.getpid()}.partial"
+    rows: list[Row] = []
+    bad: list[str] = []
+    try:
+        with open(aside, "wb") as file:
+            for number, label in enumerate(job.folder.labels.tolist()):
+                name = job.folder.name(number)
+                try:
+                    data, suffix = _encode(job.folder.read(number), name, job.settings)
+                except (OSError, DecodeError) as error:
+                    bad.append(f"{name} ({error.strerror if isinstance(error, OSError) else error})")
+                else:
+                    rows.append((file.tell() + BLOCK, label, len(data), zlib.crc32(data)))
+                    file.write(build_record(f"{build_key(job.first + number, name)}{suffix}", data, label))
+                tick()
+            file.write(END)
+            file.flush()
+            os.fsync(file.fileno())
+        if bad and not job.skip_bad:
+            return bad
+        write_index(job.part_path, _build_part(job, rows, bad, aside.stat().st_size))
+        aside.replace(job.target / job.name)  # last: a shard in its place has its part of the index
+        return bad
+    except OSError as error:
+        raise cannot_write(job.target, error) from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _build_part(job: ShardJob, rows: list[Row], skipped: list[str], num_bytes: int) -> Index:
+    """The index of this shard alone."""
+    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    return Index(
+        job.folder.classes,
+        (ShardInfo(job.name, len(rows), num_bytes),),
+        tuple(skipped),
+        job.settings,
+        offsets=columns[0],
+        labels=columns[1],
+        lengths=columns[2].astype(np.uint32),
+        checksums=columns[3].astype(np.uint32),
+    )
+
+
+def _encode(data: bytes, name: str, settings: Settings) -> tuple[bytes, str]:
+    """The bytes to store and their suffix: the file's own, unless the image is to be made smaller."""
+    suffix = os.path.splitext(name)[1].lower()
+    short_side = int(settings["short_side"])
+    if not short_side:
+        return data, suffix
+    pixels = decode(data)
+    height, width = pixels.shape[:2]
+    scale = short_side / min(height, width)
+    if scale >= 1:
+        return data, suffix
+    size = (max(short_side, round(width * scale)), max(short_side, round(height * scale)))
+    smaller = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS))
+    jpeg: bytes = simplejpeg.encode_jpeg(smaller, quality=int(settings["quality"]), colorsubsampling="420")
+    return jpeg, ".jpg"
+
+
+def cannot_write(target: Path, error: OSError) -> LockstepError:
+    """The sentence for a full disk and its kin."""
+    return LockstepError(
+        f"The pack in {target} cannot be written ({error.strerror}); free some space or repair the cause, and run the "
+        "same command again: it goes on where it stopped."
+    )

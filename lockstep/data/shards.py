@@ -1,0 +1,126 @@
+"""Packed shards as a source: sample number → encoded bytes and label (step 2 on the walk, beside `sources.py`).
+
+A shard is a plain tar file that any WebDataset reader can read; the index beside it says where each sample lies, so
+that nothing here parses a tar. `pack.py` writes what this reads. Torch-free.
+"""
+
+import errno
+import os
+import resource
+from bisect import bisect_right
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+from lockstep.data.index import Index, read_index
+from lockstep.data.record import BLOCK, parse_name
+from lockstep.errors import LockstepError
+
+SPLITS = ("train", "val")
+WORK_FOLDER = ".pack"  # what an unfinished pack keeps beside its shards
+
+
+def index_path(root: Path, split: str) -> Path:
+    """Where the index of a split lies."""
+    return root / f"{split}.index"
+
+
+def is_packed(root: Path) -> bool:
+    """Whether a folder holds shards, finished or not, and not images."""
+    return (root / WORK_FOLDER).is_dir() or any(index_path(root, split).exists() for split in SPLITS)
+
+
+class OpenShard:
+    """A shard open for reading at any place by any thread; closed when nobody holds it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    @property
+    def num_bytes(self) -> int:
+        return os.fstat(self._file).st_size
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Exactly these bytes; OSError when they are not there."""
+        data = os.pread(self._file, length, offset)
+        if len(data) < length:
+            raise OSError(errno.EIO, "the shard ends too early")
+        return data
+
+
+class Shards:
+    """One split of packed shards.
+
+    Bytes come by one positioned read. A memory map of the shards would save a copy, about 1 % of decoding, but a disk
+    error under a map is a signal that ends the process, and a page not yet in memory holds up every thread.
+    """
+
+    def __init__(self, root: Path, index: Index) -> None:
+        self.classes = index.classes
+        self.labels = index.labels
+        self._index = index
+        self._paths = [root / shard.name for shard in index.shards]
+        self._firsts = list(accumulate((shard.num_samples for shard in index.shards), initial=0))
+        # A third of the files this process may open, because there are two splits; the least used give way.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._open = lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
+
+    @property
+    def num_samples(self) -> int:
+        return self._index.num_samples
+
+    def _path(self, index: int) -> Path:
+        return self._paths[bisect_right(self._firsts, index) - 1]
+
+    def read(self, index: int) -> bytes:
+        """The encoded image; OSError when it cannot be read."""
+        return self._open(self._path(index)).read(int(self._index.offsets[index]), int(self._index.lengths[index]))
+
+    def name(self, index: int) -> str:
+        """The shard and the sample's name in it, for messages."""
+        path = self._path(index)
+        try:
+            name = parse_name(self._open(path).read(int(self._index.offsets[index]) - BLOCK, BLOCK))
+        except OSError:
+            name = ""
+        return f"{path}: {name or f'sample {index}'}"
+
+
+def open_shards(root: Path) -> tuple[Shards, Shards]:
+    """The training and validation splits of a finished pack, every shard there and of the right size."""
+    indexes = read_indexes(root)
+    for index in indexes:
+        _check_sizes(root, index)
+    train, val = indexes
+    if train.classes != val.classes:
+        raise LockstepError(f"The two indexes in {root} name different classes; pack the images again.")
+    return Shards(root, train), Shards(root, val)
+
+
+def read_indexes(root: Path) -> list[Index]:
+    """The index of each split; a pack not finished is one sentence."""
+    if (root / WORK_FOLDER).is_dir() and not all(index_path(root, split).exists() for split in SPLITS):
+        raise LockstepError(
+            f"The pack in {root} is not finished; run the same `lockstep data pack` again to finish it."
+        )
+    return [read_index(index_path(root, split)) for split in SPLITS]
+
+
+def _check_sizes(root: Path, index: Index) -> None:
+    for shard in index.shards:
+        try:
+            num_bytes = (root / shard.name).stat().st_size
+        except OSError as error:
+            raise LockstepError(
+                f"The shard {root / shard.name} cannot be read ({error.strerror}); "
+                "copy it again, or pack again into an empty folder."
+            ) from error
+        if num_bytes != shard.num_bytes:
+            raise LockstepError(
+                f"The shard {root / shard.name} has {num_bytes:,} bytes where its index says {shard.num_bytes:,}; "
+                "copy it again, or pack again into an empty folder."
+            )

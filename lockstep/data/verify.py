@@ -1,0 +1,107 @@
+"""Packed shards, checked byte by byte: each record against the one that the index says should be there."""
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.data.decode import DecodeError, decode
+from lockstep.data.index import Index, split_index
+from lockstep.data.record import BLOCK, END, FRAME_BYTES, build_record, key_of, padding, parse_name
+from lockstep.data.shards import OpenShard, read_indexes
+from lockstep.data.workers import Progress, Tick, run_jobs
+
+
+class Damage(NamedTuple):
+    """Something wrong in a shard: with one sample, or with all of those from `number` on, or with none (-1)."""
+
+    shard: str
+    key: str  # empty where it cannot be read
+    number: int
+    num_samples: int
+    reason: str
+
+    def __str__(self) -> str:
+        if self.num_samples > 1:
+            return f"{self.shard}  samples {self.number} to {self.number + self.num_samples - 1}: {self.reason}"
+        if self.num_samples == 1:
+            return f"{self.shard}  {self.key or '(name unreadable)'}  sample {self.number}: {self.reason}"
+        return f"{self.shard}  {self.reason}"
+
+
+@dataclass(frozen=True)
+class CheckJob:
+    """One shard to check."""
+
+    root: Path
+    index: Index  # of this shard alone
+    first: int  # number of its first sample in the split
+    decode: bool
+
+
+class Verdict(NamedTuple):
+    """What a verification found."""
+
+    num_samples: int
+    damages: list[Damage]
+
+    @property
+    def num_damaged(self) -> int:
+        return sum(damage.num_samples for damage in self.damages)
+
+
+def verify_shards(root: Path, *, decode: bool, workers: int, progress: Progress | None = None) -> Verdict:
+    """Check every sample of both splits, and with `decode` that each is an image."""
+    jobs: list[CheckJob] = []
+    for index in read_indexes(root):
+        first = 0
+        for part in split_index(index):
+            jobs.append(CheckJob(root, part, first, decode))
+            first += part.num_samples
+    total = sum(job.index.num_samples for job in jobs)
+    found = run_jobs(check_shard, jobs, workers=workers, total=total, progress=progress)
+    return Verdict(total, [damage for damages in found for damage in damages])
+
+
+def check_shard(job: CheckJob, tick: Tick) -> list[Damage]:
+    """What is wrong with one shard."""
+    info = job.index.shards[0]
+    try:
+        shard = OpenShard(job.root / info.name)
+    except OSError as error:
+        return [Damage(info.name, "", job.first, info.num_samples, f"the shard cannot be read ({error.strerror})")]
+    damages: list[Damage] = []
+    for row in range(job.index.num_samples):
+        key, reason = _check_sample(shard, job, row)
+        if reason:
+            damages.append(Damage(info.name, key, job.first + row, 1, reason))
+        tick()
+    try:
+        tail = shard.read(info.num_bytes - len(END), len(END))
+    except OSError:
+        tail = b""
+    if tail != END or shard.num_bytes != info.num_bytes:
+        sizes = f"{shard.num_bytes:,} bytes where its index says {info.num_bytes:,}"
+        damages.append(Damage(info.name, "", -1, 0, f"the shard does not end as it should ({sizes})"))
+    return damages
+
+
+def _check_sample(shard: OpenShard, job: CheckJob, row: int) -> tuple[str, str]:
+    """The sample's key, and what is wrong with it if anything is."""
+    offset, length = int(job.index.offsets[row]), int(job.index.lengths[row])
+    try:
+        record = shard.read(offset - BLOCK, FRAME_BYTES + length + padding(length))
+    except OSError as error:
+        return "", str(error.strerror)
+    name, data = parse_name(record[:BLOCK]), record[BLOCK : BLOCK + length]
+    key = key_of(name)
+    if zlib.crc32(data) != job.index.checksums[row]:
+        return key, "its bytes do not match their checksum"
+    if not name or record != build_record(name, data, int(job.index.labels[row])):
+        return key, "the tar headers or the label around its bytes are damaged"
+    if job.decode:
+        try:
+            decode(data)
+        except DecodeError as error:
+            return key, f"it is no image ({error})"
+    return key, ""

@@ -1,0 +1,285 @@
+"""Packing: the folder's samples in the folder's order, resumed byte for byte, every mistake one sentence."""
+
+import errno
+import io
+import json
+import os
+import signal
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from lockstep.data.index import read_index
+from lockstep.data.pack import pack_folder, plan_shards
+from lockstep.data.shards import open_shards
+from lockstep.data.sources import open_folder
+from lockstep.errors import LockstepError
+from tests.engine import commands
+
+
+def make_images(root: Path, per_class: int = 6, side: int = 40) -> Path:
+    """Photographs of noise in two classes, JPEG and PNG, of differing sizes."""
+    chance = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for label in ("ant", "bee"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(per_class):
+                pixels = chance.integers(0, 256, (side + number, 2 * side, 3), np.uint8)
+                suffix = ".png" if number == 1 else ".JPEG"
+                Image.fromarray(pixels).save(root / split / label / f"photo.{number}{suffix}")
+    return root
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make_images(tmp_path / "images")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def samples(tar: Path) -> dict[str, dict[str, bytes]]:
+    """The WebDataset reading of a shard: members grouped by what stands before the first dot."""
+    found: dict[str, dict[str, bytes]] = {}
+    with tarfile.open(tar) as file:
+        for member in file:
+            key, _, kind = member.name.partition(".")
+            content = file.extractfile(member)
+            assert content
+            found.setdefault(key, {})[kind] = content.read()
+    return found
+
+
+def test_shards_hold_the_folders_samples_in_its_order(source: Path, tmp_path: Path) -> None:
+    pack_folder(source, tmp_path / "pack", shard_mb=0.03)
+    for folder, shards in zip(open_folder(source), open_shards(tmp_path / "pack"), strict=True):
+        assert shards.classes == folder.classes
+        assert shards.labels.tolist() == folder.labels.tolist()
+        numbers = range(folder.num_samples)
+        assert [shards.read(number) for number in numbers] == [folder.read(number) for number in numbers]
+    assert len(list((tmp_path / "pack").glob("train-*.tar"))) > 2
+
+
+def test_a_webdataset_reader_finds_images_and_labels(source: Path, tmp_path: Path) -> None:
+    pack_folder(source, tmp_path / "pack", shard_mb=0.03)
+    found: dict[str, dict[str, bytes]] = {}
+    for tar in sorted((tmp_path / "pack").glob("train-*.tar")):
+        found |= samples(tar)
+    folder = open_folder(source)[0]
+    assert len(found) == folder.num_samples
+    for number, (key, parts) in enumerate(found.items()):
+        assert key.startswith(f"{number:08d}-photo_")
+        assert int(parts.pop("cls")) == folder.labels[number]
+        assert parts == {Path(folder.name(number)).suffix[1:].lower(): folder.read(number)}
+
+
+def test_several_processes_write_the_same_bytes_as_one(source: Path, tmp_path: Path) -> None:
+    shown: list[tuple[int, int]] = []
+    pack_folder(source, tmp_path / "one", shard_mb=0.03)
+    pack_folder(
+        source,
+        tmp_path / "two",
+        shard_mb=0.03,
+        workers=2,
+        progress=lambda title: lambda done, total: shown.append((done, total)) if title == "Packing" else None,
+    )
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    assert shown[-1] == (24, 24)
+
+
+@pytest.mark.parametrize("shape", [(80, 120), (120, 80), (64, 64)])
+def test_large_images_are_made_smaller_without_aliasing(source: Path, tmp_path: Path, shape: tuple[int, int]) -> None:
+    """A fine chequerboard over a ramp: the ramp stays, and of the board only its mean."""
+    height, width = shape
+    rows, columns = np.mgrid[:height, :width]
+    grey = 60 + 100 * columns / width + 40 * ((rows + columns) % 2)
+    Image.fromarray(np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)).save(source / "train" / "ant" / "a.png")
+    pack_folder(source, tmp_path / "pack", short_side=24, quality=95)
+    after = Image.open(io.BytesIO(open_shards(tmp_path / "pack")[0].read(0)))
+    assert after.format == "JPEG"
+    scale = 24 / min(shape)
+    assert after.size == (round(width * scale), round(height * scale))
+    wanted = 80 + 100 * (np.arange(after.size[0]) + 0.5) / after.size[0]
+    assert np.abs(np.asarray(after, np.float64) - wanted[None, :, None]).max() < 12
+
+
+def test_images_that_are_small_enough_keep_their_bytes(source: Path, tmp_path: Path) -> None:
+    pack_folder(source, tmp_path / "pack", short_side=43)
+    folder, shards = open_folder(source)[0], open_shards(tmp_path / "pack")[0]
+    same = [folder.read(number) == shards.read(number) for number in range(folder.num_samples)]
+    assert same == 2 * [True, True, True, True, False, False]  # 40 to 45 pixels
+
+
+@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 20_000))
+@settings(deadline=None)
+def test_a_plan_takes_every_sample_once_and_fills_shards_up_to_the_limit(sizes: list[int], limit: int) -> None:
+    plan = plan_shards(np.array(sizes, np.int64), limit)
+    assert [number for first, last in plan for number in range(first, last)] == list(range(len(sizes)))
+    records = [1536 + 512 * -(-size // 512) for size in sizes]
+    for first, last in plan:
+        assert last - first == 1 or sum(records[first:last]) <= limit
+        assert last == len(sizes) or sum(records[first : last + 1]) > limit
+
+
+def test_a_pack_interrupted_at_any_rename_is_finished_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    pack_folder(source, tmp_path / "whole", shard_mb=0.1)
+    wanted = contents(tmp_path / "whole")
+    # The settings, two for each shard, the indexes.
+    num_renames = 1 + 2 * sum(name.endswith(".tar") for name in wanted) + 2
+    for last in range(num_renames):
+        target = tmp_path / f"pack{last}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", interrupt_after(last))
+            with pytest.raises(KeyboardInterrupt):
+                pack_folder(source, target, shard_mb=0.1)
+        for leftover in target.rglob("*.partial"):  # as a kill would leave it: half-written
+            leftover.write_bytes(b"half")
+        pack_folder(source, target, shard_mb=0.1)
+        assert contents(target) == wanted, last
+
+
+def interrupt_after(last: int) -> Callable[[Path, Path], Path]:
+    """A rename that works so many times and then never again."""
+    calls, replace = 0, Path.replace
+
+    def replace_or_die(path: Path, to: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            raise KeyboardInterrupt
+        return replace(path, to)
+
+    return replace_or_die
+
+
+def test_a_killed_pack_leaves_no_process_and_is_finished_byte_for_byte(source: Path, tmp_path: Path) -> None:
+    """A pipe among the files holds one process up for good while the other writes all other shards."""
+    pipe = source / "train" / "bee" / "photo.2.JPEG"
+    pipe.unlink()
+    pipe.touch()
+    pack_folder(source, tmp_path / "whole", shard_mb=0.03)
+    wanted, target = contents(tmp_path / "whole"), tmp_path / "pack"
+    pipe.unlink()
+    os.mkfifo(pipe)  # as large as the empty file, so the folder is still the same to the pack
+    arguments = ["data", "pack", str(source), str(target), "--shard-mb=0.03", "--workers=2"]
+    process = commands.start(*arguments)
+    try:
+        num_shards = sum(name.endswith(".tar") for name in wanted)
+        commands.wait_until(lambda: len(list(target.glob("*.tar"))) == num_shards - 1, process)
+        workers = commands.list_children(process.pid)
+        assert len(workers) >= 2
+        os.kill(process.pid, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while any(is_running(pid) for pid in workers):
+            assert time.monotonic() < end, "a process outlived the one that started it"
+            time.sleep(0.01)
+    finally:
+        commands.kill_all(process)
+    with pytest.raises(LockstepError, match="is not finished; run the same"):
+        open_shards(target)
+    before = {path: path.stat().st_mtime_ns for path in target.glob("*.tar")}
+
+    pipe.unlink()
+    pipe.touch()
+    status, out, err = commands.run(*arguments)
+    assert status == 0, out + err
+    assert {path: path.stat().st_mtime_ns for path in before} == before, "a finished shard was written again"
+    assert contents(target) == wanted
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_bad_files_are_named_and_left_out_only_when_asked(source: Path, tmp_path: Path) -> None:
+    truncated, gone = source / "train" / "ant" / "photo.2.JPEG", source / "val" / "bee" / "photo.0.JPEG"
+    truncated.write_bytes(truncated.read_bytes()[:300])
+    gone.unlink()
+    gone.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(LockstepError, match=r"2 files cannot be packed: .*--skip-bad") as refused:
+        pack_folder(source, tmp_path / "pack", short_side=24, shard_mb=0.03)
+    assert str(truncated) in str(refused.value)
+    assert str(gone) in str(refused.value)
+
+    train, val = pack_folder(source, tmp_path / "pack", short_side=24, shard_mb=0.03, skip_bad=True)
+    assert (train.num_samples, val.num_samples) == (11, 11)
+    assert [str(truncated) in name for name in train.skipped] == [True]
+    assert train.labels.tolist() == [0] * 5 + [1] * 6
+    assert all(open_shards(tmp_path / "pack")[1].read(number) for number in range(11))
+
+
+def test_a_file_left_out_before_is_not_left_out_unasked(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "ant" / "photo.2.JPEG").write_bytes(b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.data.pack._finish_split", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, tmp_path / "pack", short_side=24, skip_bad=True)
+    with pytest.raises(LockstepError, match="1 files cannot be packed"):
+        pack_folder(source, tmp_path / "pack", short_side=24)
+
+
+def test_a_split_without_a_readable_file_is_one_sentence(source: Path, tmp_path: Path) -> None:
+    for path in (source / "val").rglob("photo.*"):
+        path.write_bytes(b"no image")
+    with pytest.raises(LockstepError, match="Not one file of val/ can be packed"):
+        pack_folder(source, tmp_path / "pack", short_side=24, skip_bad=True)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_or_images_are_refused(source: Path, tmp_path: Path, finished: bool) -> None:
+    target = tmp_path / "pack"
+    pack_folder(source, target, shard_mb=0.03)
+    if not finished:
+        settings = json.dumps(dict(read_index(target / "train.index").settings))
+        for index in target.glob("*.index"):
+            index.unlink()
+        (target / ".pack").mkdir()
+        (target / ".pack" / "settings.json").write_text(settings)
+    with pytest.raises(LockstepError, match=r"holds a pack with --shard-mb 0\.03, --short-side 0, --quality 0;"):
+        pack_folder(source, target, short_side=24)
+    (source / "train" / "ant" / "more.jpeg").write_bytes(b"more")
+    with pytest.raises(LockstepError, match="holds a pack with other images in SRC"):
+        pack_folder(source, target, shard_mb=0.03)
+
+
+def test_a_finished_pack_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+    pack_folder(source, tmp_path / "pack")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "pack").iterdir()}
+    pack_folder(source, tmp_path / "pack")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pack").iterdir()} == before
+
+
+def test_two_packs_into_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
+    def pack_again(done: int, total: int) -> None:
+        with pytest.raises(LockstepError, match="Another process is packing into"):
+            pack_folder(source, tmp_path / "pack")
+
+    calls = {"Packing": pack_again}
+    pack_folder(source, tmp_path / "pack", progress=lambda title: calls.get(title, lambda done, total: None))
+    assert open_shards(tmp_path / "pack")[0].num_samples == 12
+
+
+def test_a_full_disk_is_one_sentence_and_the_pack_goes_on_later(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", refuse)
+        with pytest.raises(LockstepError, match=r"cannot be written \(No space left on device\); free some space"):
+            pack_folder(source, tmp_path / "pack")
+    assert not list((tmp_path / "pack").rglob("*.tar*"))
+    pack_folder(source, tmp_path / "pack")
+    assert open_shards(tmp_path / "pack")[0].num_samples == 12

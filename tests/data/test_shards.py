@@ -1,0 +1,108 @@
+"""Shards as a source: from many threads, with few files open, and the sentence for each thing that can be wrong."""
+
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lockstep.data.generated import build_generated
+from lockstep.data.index import read_index, write_index
+from lockstep.data.pack import pack_folder
+from lockstep.data.shards import Shards, is_packed, open_shards
+from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.errors import LockstepError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_generated(tmp_path_factory.mktemp("cache"), 60, 20)
+
+
+@pytest.fixture
+def pack(folder: Path, tmp_path: Path) -> Path:
+    pack_folder(folder, tmp_path / "pack", shard_mb=0.02)
+    return tmp_path / "pack"
+
+
+def bytes_of(source: Shards | ImageFolder) -> list[bytes]:
+    return [source.read(number) for number in range(source.num_samples)]
+
+
+def count_open(root: Path) -> int:
+    """Shards of this folder that this process has open."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.startswith(str(root)) and link.endswith(".tar") for link in links)
+
+
+def test_many_threads_read_through_few_open_files(folder: Path, pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (9, 9))
+    train = open_shards(pack)[0]
+    assert len(list(pack.glob("train-*.tar"))) > 3
+    expected = bytes_of(open_folder(folder)[0])
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(5):
+            numbers = sorted(range(60), key=lambda number: hash((turn, number)))
+            assert list(pool.map(train.read, numbers)) == [expected[number] for number in numbers]
+    assert count_open(pack) <= 3
+    del train
+    assert count_open(pack) == 0
+
+
+def test_a_sample_is_named_by_shard_and_file(folder: Path, pack: Path) -> None:
+    last = Path(open_folder(folder)[0].name(59)).name
+    tar = sorted(pack.glob("train-*.tar"))[-1]
+    assert open_shards(pack)[0].name(59) == f"{tar}: 00000059-{last}"
+
+
+def test_a_shard_gone_after_opening_is_an_error_of_the_sample(pack: Path) -> None:
+    train = open_shards(pack)[0]
+    tar = sorted(pack.glob("train-*.tar"))[-1]
+    tar.write_bytes(tar.read_bytes()[:600])
+    with pytest.raises(OSError, match="the shard ends too early"):
+        train.read(59)
+    tar.unlink()
+    fresh = Shards(pack, read_index(pack / "train.index"))
+    with pytest.raises(FileNotFoundError):
+        fresh.read(59)
+    assert fresh.name(59) == f"{tar}: sample 59"
+
+
+def test_a_missing_shard_is_one_sentence(pack: Path) -> None:
+    (pack / "train-000001.tar").unlink()
+    with pytest.raises(LockstepError, match=r"train-000001\.tar cannot be read \(No such file or directory\); copy"):
+        open_shards(pack)
+
+
+def test_a_truncated_shard_is_one_sentence(pack: Path) -> None:
+    tar = pack / "val-000000.tar"
+    tar.write_bytes(tar.read_bytes()[:-1000])
+    with pytest.raises(LockstepError, match=r"val-000000\.tar has [\d,]+ bytes where its index says [\d,]+; copy"):
+        open_shards(pack)
+
+
+def test_a_missing_index_is_one_sentence(pack: Path) -> None:
+    (pack / "val.index").unlink()
+    with pytest.raises(LockstepError, match=r"val\.index cannot be read"):
+        open_shards(pack)
+
+
+def test_splits_of_different_packs_are_one_sentence(pack: Path, tmp_path: Path) -> None:
+    index = read_index(pack / "val.index")
+    object.__setattr__(index, "classes", ("ant",))
+    write_index(pack / "val.index", index)
+    with pytest.raises(LockstepError, match="name different classes"):
+        open_shards(pack)
+
+
+def test_other_files_beside_the_shards_do_no_harm(folder: Path, pack: Path) -> None:
+    (pack / "notes.txt").write_text("mine")
+    (pack / "train-999999.tar").write_text("not of this pack")
+    assert bytes_of(open_shards(pack)[0]) == bytes_of(open_folder(folder)[0])
+
+
+def test_a_folder_of_images_is_not_a_pack(folder: Path, pack: Path, tmp_path: Path) -> None:
+    assert is_packed(pack)
+    assert not is_packed(folder)
+    assert not is_packed(tmp_path / "nowhere")

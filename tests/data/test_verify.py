@@ -1,0 +1,98 @@
+"""Verifying: any change of a shard is found, and the samples it damaged are named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.data.generated import build_generated
+from lockstep.data.index import read_index
+from lockstep.data.pack import pack_folder
+from lockstep.data.verify import Verdict, verify_shards
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    pack_folder(build_generated(tmp_path / "cache", 40, 10), tmp_path / "pack", shard_mb=0.04)
+    return tmp_path / "pack"
+
+
+def verify(pack: Path, decode: bool = False, workers: int = 1) -> Verdict:
+    return verify_shards(pack, decode=decode, workers=workers)
+
+
+def change(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_a_whole_pack_is_whole(pack: Path) -> None:
+    assert verify(pack, decode=True) == Verdict(50, [])
+
+
+def test_several_processes_find_the_same(pack: Path) -> None:
+    change(pack / "train-000001.tar", 700)
+    assert verify(pack, workers=2) == verify(pack)
+    assert verify(pack).num_damaged == 1
+
+
+def test_every_flipped_byte_is_found_and_its_sample_named(pack: Path) -> None:
+    """Anywhere: a header, an image, its padding, a label. Brute force over the shard, by the index's own offsets."""
+    tar, index = pack / "train-000000.tar", read_index(pack / "train.index")
+    count = index.shards[0].num_samples
+    starts = index.offsets[:count] - 512
+    whole = tar.read_bytes()
+    for offset in range(0, len(whole), 397):
+        change(tar, offset)
+        damages = verify(pack).damages
+        tar.write_bytes(whole)
+        sample = int(np.searchsorted(starts, offset, side="right")) - 1
+        assert len(damages) == 1, offset
+        if offset < len(whole) - 1024:
+            assert (damages[0].shard, damages[0].number) == (tar.name, sample)
+            assert damages[0].key.startswith(f"{sample:08d}-") or offset - starts[sample] < 512
+        else:
+            assert "does not end as it should" in str(damages[0])
+
+
+def test_samples_of_every_shard_are_numbered_as_training_numbers_them(pack: Path) -> None:
+    tar, index = pack / "train-000001.tar", read_index(pack / "train.index")
+    first = index.shards[0].num_samples
+    change(tar, int(index.offsets[first + 2]) + 100)
+    (damage,) = verify(pack).damages
+    assert damage.number == first + 2
+    assert str(damage).startswith(f"train-000001.tar  {first + 2:08d}-")
+    assert str(damage).endswith(f"sample {first + 2}: its bytes do not match their checksum")
+
+
+def test_a_truncated_shard_names_the_samples_it_lost(pack: Path) -> None:
+    tar, index = pack / "val-000000.tar", read_index(pack / "val.index")
+    tar.write_bytes(tar.read_bytes()[: int(index.offsets[7])])
+    verdict = verify(pack)
+    assert [damage.number for damage in verdict.damages] == [7, 8, 9, -1]
+    assert verdict.num_damaged == 3
+
+
+def test_a_missing_shard_counts_all_its_samples(pack: Path) -> None:
+    (pack / "val-000000.tar").unlink()
+    verdict = verify(pack)
+    assert verdict.num_damaged == 10
+    assert str(verdict.damages[0]).startswith("val-000000.tar  samples 0 to 9: the shard cannot be read")
+
+
+def test_a_longer_shard_is_found(pack: Path) -> None:
+    with open(pack / "val-000000.tar", "ab") as file:
+        file.write(bytes(512))
+    assert "bytes where its index says" in str(verify(pack).damages[0])
+
+
+def test_what_is_no_image_is_found_by_decoding(tmp_path: Path) -> None:
+    folder = build_generated(tmp_path / "cache", 20, 10)
+    victim = min((folder / "train" / "bar").iterdir())
+    victim.write_bytes(b"no image")
+    pack_folder(folder, tmp_path / "pack")
+    assert verify(tmp_path / "pack").damages == []
+    (damage,) = verify(tmp_path / "pack", decode=True).damages
+    assert damage.number == 0
+    assert "it is no image" in damage.reason

@@ -1,0 +1,84 @@
+"""Training on packed shards: the same run as on the folder they were made from, and resumed at once."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.comm.world import join_world
+from lockstep.data.order import Cursor, Ledger
+from lockstep.data.pack import pack_folder
+from lockstep.engine.build import build_parts, build_train_pipeline, open_sources
+from lockstep.engine.step import train_step
+from tests.data.large_index import NUM_SAMPLES, write_large
+from tests.engine.conftest import tiny_config
+
+
+@pytest.fixture
+def pack(images: Path, tmp_path: Path) -> Path:
+    pack_folder(images, tmp_path / "pack", shard_mb=0.05)
+    return tmp_path / "pack"
+
+
+def train(*paths: Path) -> tuple[Tensor, Ledger]:
+    """Weights and ledger after two steps on each of these, one going on where the other stopped."""
+    config = tiny_config(paths[0])
+    ledger, cursor = Ledger(), Cursor()
+    with join_world(None) as world:
+        parts = build_parts(config, world, open_sources(config.data))
+        for path in paths:
+            source = open_sources(tiny_config(path).data).train
+            with build_train_pipeline(config, world, source, cursor) as pipeline:
+                for batch in itertools.islice(pipeline, 2):
+                    train_step(parts, batch, 0.1)
+                    ledger.add(batch.epoch, batch.samples)
+                    cursor = batch.cursor
+    return parts.weights, ledger
+
+
+def test_training_on_shards_equals_training_on_the_folder(images: Path, pack: Path) -> None:
+    weights, ledger = train(images, images)
+    for paths in ((pack, pack), (images, pack)):
+        other_weights, other_ledger = train(*paths)
+        assert torch.equal(other_weights, weights)
+        assert other_ledger == ledger
+
+
+RESUME_LARGE = """
+import sys, time
+from pathlib import Path
+from lockstep.comm.world import join_world
+from lockstep.config import load_recipe
+from lockstep.data.order import Cursor
+from lockstep.engine.build import build_train_pipeline, open_sources
+from tests.data.large_index import NUM_SAMPLES, resident_mb
+config = load_recipe("quickstart", ["data.source=folder", f"data.path={sys.argv[1]}", "train.global_batch=256"])[1]
+with join_world(None, backend="gloo", timeout_s=60) as world:
+    before, start = resident_mb(), time.perf_counter()
+    sources = open_sources(config.data)
+    position = 256 * (NUM_SAMPLES // 512)
+    with build_train_pipeline(config, world, sources.train, Cursor(36, position)) as pipeline:
+        batch = next(iter(pipeline))
+        seconds = time.perf_counter() - start
+        assert (batch.labels.numpy() == sources.train.labels[batch.samples]).all()
+        assert (batch.epoch, batch.cursor) == (36, Cursor(36, position + 256))
+    print(sources.train.num_samples, seconds, resident_mb() - before)
+"""
+
+
+def test_resuming_in_the_middle_of_epoch_37_of_imagenet_takes_little_time_and_memory(tmp_path: Path) -> None:
+    write_large(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    out = subprocess.run(
+        [sys.executable, "-c", RESUME_LARGE, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    num_samples, seconds, used_mb = map(float, out.split())
+    print(f"the first batch after {seconds:.3f} s, {used_mb:.1f} MB")
+    assert num_samples == NUM_SAMPLES
+    assert used_mb < 400  # most of it the batches prepared ahead and the libraries that prepare them
+    assert seconds < 30
