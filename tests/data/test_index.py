@@ -54,6 +54,7 @@ def test_labels_taken_from_it_are_a_copy_of_the_usual_kind(tmp_path: Path) -> No
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5))
+@settings(deadline=None)
 def test_joining_the_parts_gives_the_whole(counts: list[int]) -> None:
     index = build(counts)
     parts = split_index(index)

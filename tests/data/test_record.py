@@ -3,13 +3,14 @@
 import io
 import tarfile
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.record import BLOCK, END, FRAME_BYTES, build_key, build_record, key_of, padding, parse_name
 
 
 @given(st.binary(max_size=2000), st.integers(0, 10**6), st.integers(0, 10**9), st.text(min_size=1, max_size=200))
+@settings(deadline=None)
 def test_a_tar_reader_finds_the_sample_and_its_label(data: bytes, label: int, number: int, stem: str) -> None:
     key = build_key(number, f"/images/{stem}.jpeg")
     record = build_record(f"{key}.jpeg", data, label)
@@ -24,6 +25,7 @@ def test_a_tar_reader_finds_the_sample_and_its_label(data: bytes, label: int, nu
 
 
 @given(st.text(max_size=100), st.text(max_size=100))
+@settings(deadline=None)
 def test_two_samples_never_share_a_key(one: str, other: str) -> None:
     assert build_key(1, f"{one}.jpeg") != build_key(2, f"{other}.jpeg")
 
