@@ -1,7 +1,6 @@
-"""Batch norm, ReLU and a 3 × 3 pool at stride 2 in one pass, and the way back without writing what lies between.
+"""Batch norm, ReLU and a 3 × 3 pool at stride 2 in one pass, and the way back (step 6 of the walk).
 
-The tensor before a pool is among the largest of a network; it is read once forward and twice backward (step 6 of the
-walk).
+The tensor before a pool is among the largest of a network: between norm and pool nothing of its size is written.
 """
 
 import torch
@@ -9,7 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.batch_norm import WARPS, Sums, finish_sums, plan_walk
+from lockstep.kernels.batch_norm import Sums, Tile, finish_sums, input_gradient, plan_walk
+
+# The windows of a pool take registers of their own: half the elements of other tiles.
+POOL_TILE = Tile(elements=2048, channels=128, warps=4, programs=132 * 8)
 
 
 @triton.jit
@@ -75,11 +77,11 @@ def _unpool(
 
 @triton.jit
 def _pool_sums_kernel(
-    dy, more_dy, winner, x, moments, partial, num_rows, channels, rows_per_program,
+    dy, more_dy, winner, x, moments, g_out, partial, num_rows, channels, rows_per_program,
     height, width, out_height, out_width,
     PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`_sums_kernel` with the pool's backward in front of it."""
+    """Partial sums of g and g·(x − mean) as in `batch_norm.py`, g coming through the pool; g is written too."""
     chunk = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
@@ -92,32 +94,14 @@ def _pool_sums_kernel(
         rows = row + tl.arange(0, BLOCK_M)
         mask = (rows < stop)[:, None] & inside[None, :]
         g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, PAD, MORE)
-        value = tl.load(x + rows.to(tl.int64)[:, None] * channels + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(g_out + offsets, g, mask=mask)
         first += g
         second += g * (value - mean[None, :])
     out = partial + chunk * 2 * channels + c
     tl.store(out, tl.sum(first, 0), mask=inside)
     tl.store(out + channels, tl.sum(second, 0), mask=inside)
-
-
-@triton.jit
-def _pool_gradient_kernel(
-    dy, more_dy, winner, x, moments, line, dx, num_rows, channels, height, width, out_height, out_width,
-    PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """`_gradient_kernel` with the pool's backward in front of it."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = c < channels
-    mask = (rows < num_rows)[:, None] & inside[None, :]
-    offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
-    mean = tl.load(moments + c, mask=inside, other=0.0)
-    a = tl.load(line + c, mask=inside, other=0.0)
-    b = tl.load(line + channels + c, mask=inside, other=0.0)
-    constant = tl.load(line + 2 * channels + c, mask=inside, other=0.0)
-    g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, PAD, MORE)
-    value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dx + offsets, a[None, :] * g + b[None, :] * (value - mean[None, :]) + constant[None, :], mask=mask)
 
 
 def normalize_pool(x: Tensor, moments: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -139,19 +123,13 @@ def pool_gradient(
     dy: Tensor, more_dy: Tensor | None, winner: Tensor, x: Tensor, moments: Tensor, padding: int
 ) -> tuple[Tensor, Sums]:
     """The gradient of the input of `normalize_pool`, with those of γ and β."""
-    walk = plan_walk(x)
-    more = dy if more_dy is None else more_dy
-    sizes = (x.shape[2], x.shape[3], dy.shape[2], dy.shape[3])
+    walk = plan_walk(x, POOL_TILE)
+    g = torch.empty_like(x)
     partial = torch.empty(walk.num_chunks, 2, walk.channels, dtype=torch.float32, device=x.device)
-    block_m = max(1, walk.block_m // 2)  # the windows take registers of their own
-    options = {"PAD": padding, "MORE": more_dy is not None}
-    options |= {"BLOCK_M": block_m, "BLOCK_C": walk.block_c, "num_warps": WARPS}
     _pool_sums_kernel[walk.num_chunks, walk.tiles[1]](
-        dy, more, winner, x, moments, partial, walk.rows, walk.channels, walk.rows_per_chunk, *sizes, **options
-    )
+        dy, dy if more_dy is None else more_dy, winner, x, moments, g, partial,
+        walk.rows, walk.channels, walk.rows_per_chunk, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
+        PAD=padding, MORE=more_dy is not None, **walk.options,
+    )  # fmt: skip
     sums = finish_sums(partial, moments, walk)
-    dx = torch.empty_like(x)
-    _pool_gradient_kernel[triton.cdiv(walk.rows, block_m), walk.tiles[1]](
-        dy, more, winner, x, moments, sums.line, dx, walk.rows, walk.channels, *sizes, **options
-    )
-    return dx, sums
+    return input_gradient(g, x, moments, sums.line, masked=True), sums
