@@ -4,7 +4,6 @@ The first half of the rounds is for learning: which group size, which algorithm 
 curves are. The second half is for judging: what is reported was measured there, and nothing was chosen by it.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -25,6 +24,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
 from lockstep.comm.cost import Choice, Fit, Sample, fit_cost
@@ -115,7 +115,7 @@ def run_rank(
         values = [asdict(row) for row in rows]
         Console().print(build_table(values))
         if json_file is not None:
-            json_file.write_text(json.dumps(values, indent=2) + "\n")
+            write_rows(json_file, values)
         if html_file is not None:
             write_chart(html_file, values)
 
@@ -133,7 +133,7 @@ def run_parent(
 ) -> None:
     """Start the ranks on this machine: in a virtual cluster with limited links, or as pretended nodes without."""
     _check_request(nodes * ranks_per_node, sizes, rounds)
-    _check_files(json_file, html_file)
+    check_files(json_file, html_file)
     if gbit_per_s is None:
         cluster = VirtualCluster(nodes, ranks_per_node, pretend=True)
     else:
@@ -173,24 +173,15 @@ def _check_request(num_ranks: int, sizes: Sequence[int], rounds: int) -> None:
         raise LockstepError(f"{rounds} rounds are too few to learn from one half and judge by the other; ask for 6.")
 
 
-def _check_files(json_file: Path | None, html_file: Path | None) -> None:
-    """Say what is wrong with the results' files before minutes of measuring."""
-    if html_file is not None and importlib.util.find_spec("plotly") is None:
-        raise LockstepError("--html needs plotly; install it with: pip install plotly.")
-    for file, option, empty in ((json_file, "--json", "[]\n"), (html_file, "--html", "")):
-        if file is not None:
-            try:
-                file.write_text(empty)
-            except OSError as error:
-                raise LockstepError(f"{file} cannot be written ({error.strerror}); choose another {option}.") from error
-
-
 def _build_runs(topology: Topology, rank: int) -> dict[Choice, Run]:
     """PyTorch's own all-reduce, and ours with each group size worth measuring."""
     choices = list_choices(topology)
     groups: dict[int, Groups] = {}
     for size in sorted({choice.group_size for choice in choices}):
-        groups[size] = build_groups(plan_groups(topology, size), rank, share=next(iter(groups.values()), None))
+        first = next(iter(groups.values()), None)
+        groups[size] = build_groups(
+            plan_groups(topology, size), rank, nodes=topology.nodes, share=first, timeout_s=TIMEOUT_S
+        )
     runs: dict[Choice, Run] = {TORCH: dist.all_reduce}
     for choice in choices:
         runs[choice] = _bind(choice, groups[choice.group_size])
