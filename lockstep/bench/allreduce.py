@@ -1,7 +1,8 @@
 """Every all-reduce beside PyTorch's own, in turns in one run, and beside what the cost model says.
 
-The first half of the rounds is for learning: which group size, which algorithm for which message, what the model's
-curves are. The second half is for judging: what is reported was measured there, and nothing was chosen by it.
+Every other round is for learning: which group size, which algorithm for which message, what the model's curves are. The
+rounds between are for judging: what is reported was measured there, and nothing was chosen by it. That they alternate
+keeps a machine that slows down from looking like a wrong model.
 """
 
 import json
@@ -200,10 +201,10 @@ def _measure_size(runs: dict[Choice, Run], tensor: Tensor, world: World, rounds:
     round_s = sum(screened[choice] for choice in kept)
     repeats = max(1, int(min(50, TURN_S / min(screened.values()), share_s / round_s / (2 * MIN_ROUNDS))))
     half = min(rounds // 2, max(MIN_ROUNDS, int(share_s / round_s / repeats / 2)))
-    learned = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, half, repeats)
-    medians = {choice: statistics.median(times) for choice, times in learned.items()}
-    picked = _keep_best(medians, 1)
-    judged = _take_turns({choice: runs[choice] for choice in picked}, tensor, world, half, repeats)
+    times = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, 2 * half, repeats)
+    learned = {choice: values[0::2] for choice, values in times.items()}
+    medians = {choice: statistics.median(values) for choice, values in learned.items()}
+    judged = {choice: times[choice][1::2] for choice in _keep_best(medians, 1)}
     return Trial(tensor.numel() * 4, screened, learned, judged, _choose(medians))
 
 

@@ -25,8 +25,8 @@ def build_table(rows: Rows) -> Table:
         title=f"All-reduce on {rows[0]['topology']} ranks",
         title_style="bold",
         caption="Median ms ± distance of the quartiles; × quicker than torch;\n"
-        "error of the model. Choices and model are from the first half\n"
-        "of the rounds, times from the second.",
+        "error of the model. Choices and model are from every other\n"
+        "round, times from those between.",
         box=None,
         padding=(0, 0, 0, 1),
         pad_edge=False,
