@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.cost import SHORT_BYTES, count_pieces
 from lockstep.comm.window import Window, open_window
 from lockstep.errors import LockstepError
 
-# Chosen by measurement of 32 ranks on 2 cores over Gloo; a real network may want others.
-SHORT_BYTES = 256 * 1024  # up to here doubling whole buffers beats halving them first: half the rounds
-TWO_MASTERS_BYTES = 2 * 1024 * 1024  # from here on a group's work is worth dividing between two masters
 SCRATCH_BYTES = 64 * 1024 * 1024  # longer buffers go in turns, so that a rank's scratch stays within about this
 
 
@@ -117,13 +115,12 @@ def hierarchical(buffer: Tensor, groups: Groups) -> None:
 
     A long buffer has two halves with a master each, so that not all but one wait.
     """
-    num_pieces = 2 if buffer.nbytes >= TWO_MASTERS_BYTES and groups.largest > 1 else 1
-    _sum_by_pieces(buffer, num_pieces, groups)
+    _sum_by_pieces(buffer, count_pieces("hierarchical", buffer.nbytes, groups.largest), groups)
 
 
 def torus(buffer: Tensor, groups: Groups) -> None:
     """Reduce-scatter inside each group, all-reduce of each piece across groups, all-gather inside each group."""
-    _sum_by_pieces(buffer, groups.largest, groups)
+    _sum_by_pieces(buffer, count_pieces("torus", buffer.nbytes, groups.largest), groups)
 
 
 def doubling(buffer: Tensor, groups: Groups) -> None:

@@ -40,6 +40,11 @@ class Hybrid:
         self._is_plain = True
         self.prepare([FLAT])
 
+    @property
+    def bytes_per_element(self) -> int:
+        """What an element of a buffer weighs on its way; sizes of messages are meant so."""
+        return self._wire.bytes_per_element
+
     def prepare(self, choices: Iterable[Choice]) -> None:
         """Make the process groups these choices need; every rank must call it with the same ones."""
         choices = list(choices)

@@ -169,7 +169,7 @@ def pinned_choice(config: RunConfig, topology: Topology) -> Choice | None:
 
 def default_plan(config: RunConfig, layout: Layout, topology: Topology) -> ReductionPlan:
     """What runs until something has been measured: the threshold rule and PyTorch's own all-reduce."""
-    buffers = plan_buffers(layout, config.comm.buffer_mb * 2**20)
+    buffers = plan_buffers(layout, config.comm.buffer_mb * 2**20, build_wire(config).bytes_per_element)
     choice = pinned_choice(config, topology) or FLAT
     return ReductionPlan(buffers, (choice,) * len(buffers), overlap=config.comm.overlap != "off")
 
