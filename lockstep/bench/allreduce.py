@@ -35,7 +35,7 @@ from lockstep.comm.world import Membership, World, join_world, read_membership
 from lockstep.errors import LockstepError
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
-ROUNDS = 12
+ROUNDS = 24
 BUDGET_S = 300.0
 MIN_ROUNDS = 3  # of each half, when time is short
 TURN_S = 0.05  # calls are repeated within a turn until the quickest takes this long: ranks do not start all at once
@@ -205,7 +205,7 @@ def _measure_size(runs: dict[Choice, Run], tensor: Tensor, world: World, rounds:
     learned = {choice: values[0::2] for choice, values in times.items()}
     medians = {choice: statistics.median(values) for choice, values in learned.items()}
     judged = {choice: times[choice][1::2] for choice in _keep_best(medians, 1)}
-    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(medians))
+    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(learned))
 
 
 def _screen(runs: dict[Choice, Run], tensor: Tensor, world: World) -> dict[Choice, float]:
@@ -230,11 +230,13 @@ def _keep_best(seconds: dict[Choice, float], count: int) -> list[Choice]:
     return kept
 
 
-def _choose(medians: dict[Choice, float]) -> Choice:
-    """What hybrid uses: the quickest of ours, if it is quicker than the backend's own by more than noise."""
-    ours = {choice: seconds for choice, seconds in medians.items() if choice != TORCH}
+def _choose(learned: dict[Choice, list[float]]) -> Choice:
+    """What hybrid uses: the quickest of ours, if round by round it is quicker than the backend's own beyond noise."""
+    ours = {choice: statistics.median(times) for choice, times in learned.items() if choice != TORCH}
     best = min(ours, key=ours.__getitem__)
-    return best if ours[best] < (1 - MARGIN) * ours[FLAT] else FLAT
+    shares = [mine / theirs for mine, theirs in zip(learned[best], learned[FLAT], strict=True)]
+    _, middle, upper = statistics.quantiles(shares, n=4, method="inclusive")
+    return best if middle < 1 - MARGIN and upper < 1 else FLAT
 
 
 def _take_turns(

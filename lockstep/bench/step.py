@@ -243,7 +243,10 @@ def _take_turn(step: Step, name: str, counts: dict[str, int], world: World, roun
     step()
     if name not in counts:
         step()  # DDP cuts its buckets anew after the first step
-        counts[name] = world.broadcast_object(max(1, int(round_s / _time_steps(step, 1, world))))
+        seconds = _time_steps(step, 1, world)
+        counts[name] = world.broadcast_object(max(1, int(round_s / seconds)))
+        if counts[name] == 1:
+            return seconds
     return _time_steps(step, counts[name], world)
 
 
