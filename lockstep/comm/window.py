@@ -9,7 +9,9 @@ import contextlib
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,70 +82,57 @@ class Window:
 
 
 def open_window(nodes: Sequence[Sequence[int]], rank: int, timeout_s: float | None) -> Window | None:
-    """This node's window; every rank calls it, and all get one, or none where any node cannot have it."""
+    """This node's window; every rank calls it, and all get one, or none where any rank cannot have it."""
     members = next(tuple(node) for node in nodes if rank in node)
-    lines: list[socket.socket] = []
-    with _listen() as listener:
-        names: list[bytes | str] = [b""] * dist.get_world_size()
-        dist.all_gather_object(names, listener.getsockname() if listener else b"")
-        memory: Tensor | None = None
-        if listener is not None:
-            with contextlib.suppress(OSError):
-                if rank == members[0]:
-                    memory = _share(listener, lines, members, timeout_s)
-                else:
-                    memory = _join(names[members[0]], lines, timeout_s)
-    is_open = [False] * dist.get_world_size()
-    dist.all_gather_object(is_open, memory is not None)
-    if memory is None or not all(is_open):
-        for line in lines:
-            line.close()
-        return None
-    return Window(members, rank, memory, lines)
+    with contextlib.ExitStack() as stack:  # closes what was opened if anything fails
+        listener = handle = line = None
+        name = f"\0lockstep-{uuid.uuid4()}"  # no file, and no other socket of this name anywhere
+        with contextlib.suppress(OSError, AttributeError):  # some systems have no such sockets, or no such memory
+            if rank == members[0]:
+                handle = os.memfd_create("lockstep")
+                stack.callback(os.close, handle)
+                os.posix_fallocate(handle, 0, (len(members) + 1) * SEGMENT_BYTES)  # now or never
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind(name)
+                listener.listen(len(members))
+        names = _gather(name)
+        with contextlib.suppress(OSError, AttributeError):
+            if rank != members[0]:
+                line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                line.connect(names[members[0]])
+                line.settimeout(timeout_s)
+        # A connection waits in the listener's queue, so by now all know whether everyone has reached its first member.
+        if not all(_gather(listener is not None if rank == members[0] else _is_connected(line))):
+            return None
+        if listener is not None and handle is not None:
+            lines = _share(listener, handle, len(members) - 1, timeout_s)
+        else:
+            assert line is not None
+            handle = socket.recv_fds(line, 1, 1)[1][0]
+            stack.callback(os.close, handle)
+            lines = [line.dup()]
+        memory = torch.frombuffer(mmap.mmap(handle, 0), dtype=torch.uint8)
+        return Window(members, rank, memory, lines)
 
 
-@contextlib.contextmanager
-def _listen() -> Iterator[socket.socket | None]:
-    """A socket without a file, which the system names; None where there is no such thing."""
-    if not hasattr(os, "memfd_create"):
-        yield None
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")
-        listener.listen(1024)
-        yield listener
+def _share(listener: socket.socket, handle: int, count: int, timeout_s: float | None) -> list[socket.socket]:
+    """Give the memory to everyone who called."""
+    lines = [listener.accept()[0] for _ in range(count)]
+    for line in lines:
+        line.settimeout(timeout_s)
+        socket.send_fds(line, [b"."], [handle])
+    return lines
 
 
-def _share(
-    listener: socket.socket, lines: list[socket.socket], members: Sequence[int], timeout_s: float | None
-) -> Tensor:
-    """Make the memory and give it to every other member."""
-    listener.settimeout(timeout_s)
-    handle = os.memfd_create("lockstep")
+def _is_connected(line: socket.socket | None) -> bool:
     try:
-        os.ftruncate(handle, (len(members) + 1) * SEGMENT_BYTES)
-        for _ in members[1:]:
-            line, _ = listener.accept()
-            line.settimeout(timeout_s)
-            lines.append(line)
-            socket.send_fds(line, [b"."], [handle])
-        return _map(handle)
-    finally:
-        os.close(handle)
+        return line is not None and bool(line.getpeername())
+    except OSError:
+        return False
 
 
-def _join(address: bytes | str, lines: list[socket.socket], timeout_s: float | None) -> Tensor:
-    """Get the memory from the first member."""
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    lines.append(line)
-    line.settimeout(timeout_s)
-    line.connect(address)
-    _, handles, _, _ = socket.recv_fds(line, 1, 1)
-    try:
-        return _map(handles[0])
-    finally:
-        os.close(handles[0])
-
-
-def _map(handle: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(handle, 0), dtype=torch.uint8)
+def _gather(value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
