@@ -29,6 +29,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
+	$(BIN)/lockstep bench step --against bare
 	$(BIN)/lockstep bench step
 
 clean:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -331,28 +331,36 @@ def show_data(
 
 @bench.command("step")
 def bench_step(
+    against: Annotated[
+        Literal["ddp", "bare"], typer.Option(help="The peer: DDP, default and tuned, or a bare loop on one rank.")
+    ] = "ddp",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
+    model: Annotated[str | None, typer.Option(help="Train this network on one small image a rank.")] = None,
     gradient_mb: Annotated[
         float | None,
-        typer.Option(help="Train a network with about this many MB of gradients; two usual ones if not given."),
+        typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
     ] = None,
     gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
     round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
 ) -> None:
-    """A whole training step beside PyTorch's DDP on several ranks and beside a bare loop on one."""
+    """A whole training step beside PyTorch's DDP on several ranks, or beside a bare loop on one."""
     from lockstep.bench.step import run_parent
 
     run_parent(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
+        against=against,
+        model=model,
         gradient_mb=gradient_mb,
         gbit_per_s=gbit_per_s,
         rounds=rounds,
         round_s=round_s,
         json_file=json_file,
+        html_file=html_file,
     )
 
 
@@ -362,7 +370,7 @@ def bench_allreduce(
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 8,
     sizes: Annotated[str, typer.Option(help="Message sizes, such as 1KiB,64KiB,4MiB; 1 KiB to 64 MiB if empty.")] = "",
     gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 12,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 24,
     budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 300.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,

@@ -1,10 +1,10 @@
 """Every all-reduce beside PyTorch's own, in turns in one run, and beside what the cost model says.
 
-The first half of the rounds is for learning: which group size, which algorithm for which message, what the model's
-curves are. The second half is for judging: what is reported was measured there, and nothing was chosen by it.
+Every other round is for learning: which group size, which algorithm for which message, what the model's curves are. The
+rounds between are for judging: what is reported was measured there, and nothing was chosen by it. That they alternate
+keeps a machine that slows down from looking like a wrong model.
 """
 
-import importlib.util
 import json
 import os
 import random
@@ -25,6 +25,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
 from lockstep.comm.cost import Choice, Fit, Sample, fit_cost
@@ -34,7 +35,7 @@ from lockstep.comm.world import Membership, World, join_world, read_membership
 from lockstep.errors import LockstepError
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
-ROUNDS = 12
+ROUNDS = 24
 BUDGET_S = 300.0
 MIN_ROUNDS = 3  # of each half, when time is short
 TURN_S = 0.05  # calls are repeated within a turn until the quickest takes this long: ranks do not start all at once
@@ -115,7 +116,7 @@ def run_rank(
         values = [asdict(row) for row in rows]
         Console().print(build_table(values))
         if json_file is not None:
-            json_file.write_text(json.dumps(values, indent=2) + "\n")
+            write_rows(json_file, values)
         if html_file is not None:
             write_chart(html_file, values)
 
@@ -133,7 +134,7 @@ def run_parent(
 ) -> None:
     """Start the ranks on this machine: in a virtual cluster with limited links, or as pretended nodes without."""
     _check_request(nodes * ranks_per_node, sizes, rounds)
-    _check_files(json_file, html_file)
+    check_files(json_file, html_file)
     if gbit_per_s is None:
         cluster = VirtualCluster(nodes, ranks_per_node, pretend=True)
     else:
@@ -173,24 +174,15 @@ def _check_request(num_ranks: int, sizes: Sequence[int], rounds: int) -> None:
         raise LockstepError(f"{rounds} rounds are too few to learn from one half and judge by the other; ask for 6.")
 
 
-def _check_files(json_file: Path | None, html_file: Path | None) -> None:
-    """Say what is wrong with the results' files before minutes of measuring."""
-    if html_file is not None and importlib.util.find_spec("plotly") is None:
-        raise LockstepError("--html needs plotly; install it with: pip install plotly.")
-    for file, option, empty in ((json_file, "--json", "[]\n"), (html_file, "--html", "")):
-        if file is not None:
-            try:
-                file.write_text(empty)
-            except OSError as error:
-                raise LockstepError(f"{file} cannot be written ({error.strerror}); choose another {option}.") from error
-
-
 def _build_runs(topology: Topology, rank: int) -> dict[Choice, Run]:
     """PyTorch's own all-reduce, and ours with each group size worth measuring."""
     choices = list_choices(topology)
     groups: dict[int, Groups] = {}
     for size in sorted({choice.group_size for choice in choices}):
-        groups[size] = build_groups(plan_groups(topology, size), rank, share=next(iter(groups.values()), None))
+        first = next(iter(groups.values()), None)
+        groups[size] = build_groups(
+            plan_groups(topology, size), rank, nodes=topology.nodes, share=first, timeout_s=TIMEOUT_S
+        )
     runs: dict[Choice, Run] = {TORCH: dist.all_reduce}
     for choice in choices:
         runs[choice] = _bind(choice, groups[choice.group_size])
@@ -209,11 +201,11 @@ def _measure_size(runs: dict[Choice, Run], tensor: Tensor, world: World, rounds:
     round_s = sum(screened[choice] for choice in kept)
     repeats = max(1, int(min(50, TURN_S / min(screened.values()), share_s / round_s / (2 * MIN_ROUNDS))))
     half = min(rounds // 2, max(MIN_ROUNDS, int(share_s / round_s / repeats / 2)))
-    learned = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, half, repeats)
-    medians = {choice: statistics.median(times) for choice, times in learned.items()}
-    picked = _keep_best(medians, 1)
-    judged = _take_turns({choice: runs[choice] for choice in picked}, tensor, world, half, repeats)
-    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(medians))
+    times = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, 2 * half, repeats)
+    learned = {choice: values[0::2] for choice, values in times.items()}
+    medians = {choice: statistics.median(values) for choice, values in learned.items()}
+    judged = {choice: times[choice][1::2] for choice in _keep_best(medians, 1)}
+    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(learned))
 
 
 def _screen(runs: dict[Choice, Run], tensor: Tensor, world: World) -> dict[Choice, float]:
@@ -238,11 +230,13 @@ def _keep_best(seconds: dict[Choice, float], count: int) -> list[Choice]:
     return kept
 
 
-def _choose(medians: dict[Choice, float]) -> Choice:
-    """What hybrid uses: the quickest of ours, if it is quicker than the backend's own by more than noise."""
-    ours = {choice: seconds for choice, seconds in medians.items() if choice != TORCH}
+def _choose(learned: dict[Choice, list[float]]) -> Choice:
+    """What hybrid uses: the quickest of ours, if round by round it is quicker than the backend's own beyond noise."""
+    ours = {choice: statistics.median(times) for choice, times in learned.items() if choice != TORCH}
     best = min(ours, key=ours.__getitem__)
-    return best if ours[best] < (1 - MARGIN) * ours[FLAT] else FLAT
+    shares = [mine / theirs for mine, theirs in zip(learned[best], learned[FLAT], strict=True)]
+    _, middle, upper = statistics.quantiles(shares, n=4, method="inclusive")
+    return best if middle < 1 - MARGIN and upper < 1 else FLAT
 
 
 def _take_turns(

@@ -1,13 +1,13 @@
 """The all-reduce benchmark's rows, for people: a table in the terminal, a chart on a page of its own. Torch-free."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-Rows = Sequence[Mapping[str, Any]]  # as in the JSON file
+from lockstep.bench.results import Rows, describe_ms
 
 
 def describe_bytes(num_bytes: int) -> str:
@@ -25,8 +25,8 @@ def build_table(rows: Rows) -> Table:
         title=f"All-reduce on {rows[0]['topology']} ranks",
         title_style="bold",
         caption="Median ms ± distance of the quartiles; × quicker than torch;\n"
-        "error of the model. Choices and model are from the first half\n"
-        "of the rounds, times from the second.",
+        "error of the model. Choices and model are from every other\n"
+        "round, times from those between.",
         box=None,
         padding=(0, 0, 0, 1),
         pad_edge=False,
@@ -42,7 +42,7 @@ def build_table(rows: Rows) -> Table:
 
 
 def _describe_cell(row: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
-    lines = [f"{_describe_ms(row['median_s'])} ±{row['spread_s'] / row['median_s']:.0%}"]
+    lines = [f"{describe_ms(row['median_s'])} ±{row['spread_s'] / row['median_s']:.0%}"]
     if row["algorithm"] != "torch":
         ratio = peer["median_s"] / row["median_s"]
         style = "green" if ratio > 1.03 else "red" if ratio < 0.97 else "default"
@@ -53,12 +53,6 @@ def _describe_cell(row: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
     if row["algorithm"] == "hybrid":
         lines.append(f"[bold]{row['choice']}[/]")
     return "\n".join(lines)
-
-
-def _describe_ms(seconds: float) -> str:
-    """Milliseconds with three digits or so."""
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.{0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2}f}"
 
 
 def write_chart(file: Path, rows: Rows) -> None:

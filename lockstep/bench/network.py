@@ -3,26 +3,24 @@
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
-from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
+from lockstep.comm.links import Transfer, measure_transfer
 from lockstep.comm.world import World, join_world, read_membership
 from lockstep.errors import LockstepError
 
 SECONDS = 0.2  # that one transfer takes at the limit
 UNLIMITED_BYTES = 64 << 20
 NUM_PINGS = 30
+GBIT = 8e-9  # of a byte
 
 
 @dataclass(frozen=True)
@@ -38,23 +36,21 @@ class NodeLink:
 
 def measure_network(world: World, masters: Sequence[int], limits: Sequence[float | None]) -> list[NodeLink]:
     """Send between the first ranks of all nodes, one pair at a time; every rank calls it and gets the same list."""
-    mine: dict[tuple[int, int], tuple[float, float]] = {}
+    mine: dict[tuple[int, int], Transfer] = {}
     for source, target in permutations(range(len(masters)), 2):
         pair_limits = [limit for limit in (limits[source], limits[target]) if limit is not None]
         num_bytes = int(min(pair_limits) * 1e9 / 8 * SECONDS) if pair_limits else UNLIMITED_BYTES
         world.barrier()  # one pair at a time has the network
-        if world.rank == masters[target]:
-            mine[source, target] = _receive(masters[source], num_bytes)
-        elif world.rank == masters[source]:
-            _send(masters[target], num_bytes)
+        if found := measure_transfer(world, masters[source], masters[target], num_bytes, NUM_PINGS):
+            mine[source, target] = found
     measured = {pair: values for part in world.gather_objects(mine) for pair, values in part.items()}
     return [
         NodeLink(
             node=node,
             limit_gbit_per_s=limits[node],
-            sent_gbit_per_s=max(rate for (source, _), (_, rate) in measured.items() if source == node),
-            received_gbit_per_s=max(rate for (_, target), (_, rate) in measured.items() if target == node),
-            latency_s=min(latency for pair, (latency, _) in measured.items() if node in pair),
+            sent_gbit_per_s=max(way.bytes_per_s for (source, _), way in measured.items() if source == node) * GBIT,
+            received_gbit_per_s=max(way.bytes_per_s for (_, target), way in measured.items() if target == node) * GBIT,
+            latency_s=min(way.latency_s for pair, way in measured.items() if node in pair),
         )
         for node in range(len(masters))
     ]
@@ -104,31 +100,6 @@ def build_table(links: Sequence[NodeLink]) -> Table:
             f"{link.latency_s * 1e6:.0f}",
         )
     return table
-
-
-def _send(target: int, num_bytes: int) -> None:
-    token, payload = torch.zeros(1, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    for _ in range(NUM_PINGS):
-        dist.recv(token, target)
-        dist.send(token, target)
-    dist.recv(token, target)
-    dist.send(payload, target)
-
-
-def _receive(source: int, num_bytes: int) -> tuple[float, float]:
-    """Seconds one way, and Gbit/s; both by this rank's clock alone."""
-    token, payload = torch.zeros(1, dtype=torch.uint8), torch.zeros(num_bytes, dtype=torch.uint8)
-    round_trips = []
-    for _ in range(NUM_PINGS):
-        start = time.perf_counter()
-        dist.send(token, source)
-        dist.recv(token, source)
-        round_trips.append(time.perf_counter() - start)
-    start = time.perf_counter()
-    dist.send(token, source)
-    dist.recv(payload, source)
-    seconds = time.perf_counter() - start - median(round_trips)
-    return median(round_trips) / 2, num_bytes * 8 / 1e9 / max(seconds, 1e-9)
 
 
 def _main(limits: list[float | None]) -> None:

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.comm.cost import SHORT_BYTES, count_pieces
+from lockstep.comm.window import Window, open_window
 from lockstep.errors import LockstepError
 
-# Chosen by measurement of 32 ranks on 2 cores over Gloo; a real network may want others.
-SHORT_BYTES = 256 * 1024  # up to here doubling whole buffers beats halving them first: half the rounds
-TWO_MASTERS_BYTES = 2 * 1024 * 1024  # from here on a group's work is worth dividing between two masters
 SCRATCH_BYTES = 64 * 1024 * 1024  # longer buffers go in turns, so that a rank's scratch stays within about this
 
 
@@ -48,6 +48,7 @@ class Groups:
     members: tuple[tuple[int, ...], ...]
     process_group: dist.ProcessGroup | None  # of all ranks, for these messages alone; None in a world of one
     scratch: Scratch = field(default_factory=Scratch, repr=False)
+    window: Window | None = field(default=None, repr=False)  # inside this rank's node, where ranks can have one
 
     @property
     def num_ranks(self) -> int:
@@ -62,31 +63,45 @@ class Groups:
     def largest(self) -> int:
         return max(len(group) for group in self.members)
 
+    @property
+    def is_windowed(self) -> bool:
+        """Whether this rank's group has memory in common."""
+        return self.window is not None and self.window.members == self.own
+
 
 Algorithm = Callable[[Tensor, Groups], None]
 
 
 def build_groups(
-    groups: Sequence[Sequence[int]], rank: int, *, share: Groups | None = None, timeout_s: float | None = None
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    *,
+    nodes: Sequence[Sequence[int]] = (),
+    share: Groups | None = None,
+    timeout_s: float | None = None,
 ) -> Groups:
     """Divide all ranks into `groups`; every rank calls it, in the same order.
 
     A process group of its own keeps the messages apart from collectives that other threads start; `share` takes that
-    of groups built before, and their scratch, for use in turns.
+    of groups built before, and their scratch and window, for use in turns. Groups that are one of the `nodes` each
+    move their bytes through memory in common, where they can.
     """
     members = tuple(tuple(group) for group in groups if group)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if sorted(member for group in members for member in group) != list(range(num_ranks)):
         raise LockstepError(f"The groups {members} must hold each of the {num_ranks} ranks once; plan them again.")
     if share is not None:
-        return Groups(rank, members, share.process_group, share.scratch)
+        return Groups(rank, members, share.process_group, share.scratch, share.window)
     if num_ranks == 1:
         return Groups(rank, members, None)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     process_group = dist.new_group(timeout=timeout)
     # NCCL wants all ranks in a communicator's first call; the messages later involve only some.
     dist.barrier(process_group)
-    return Groups(rank, members, process_group)
+    window = None
+    if dist.get_backend(process_group) == "gloo" and any(len(node) > 1 for node in nodes):
+        window = open_window(nodes, rank, timeout_s)
+    return Groups(rank, members, process_group, window=window)
 
 
 def flat(buffer: Tensor, groups: Groups) -> None:
@@ -100,13 +115,12 @@ def hierarchical(buffer: Tensor, groups: Groups) -> None:
 
     A long buffer has two halves with a master each, so that not all but one wait.
     """
-    num_pieces = 2 if buffer.nbytes >= TWO_MASTERS_BYTES and groups.largest > 1 else 1
-    _sum_by_pieces(buffer, num_pieces, groups)
+    _sum_by_pieces(buffer, count_pieces("hierarchical", buffer.nbytes, groups.largest), groups)
 
 
 def torus(buffer: Tensor, groups: Groups) -> None:
     """Reduce-scatter inside each group, all-reduce of each piece across groups, all-gather inside each group."""
-    _sum_by_pieces(buffer, groups.largest, groups)
+    _sum_by_pieces(buffer, count_pieces("torus", buffer.nbytes, groups.largest), groups)
 
 
 def doubling(buffer: Tensor, groups: Groups) -> None:
@@ -130,17 +144,24 @@ def _sum_by_pieces(buffer: Tensor, num_pieces: int, groups: Groups) -> None:
     Owners are spread over the group; in a group with fewer members than pieces a member owns several.
     """
     columns = [[group[piece * len(group) // num_pieces] for group in groups.members] for piece in range(num_pieces)]
-    largest_bytes = SCRATCH_BYTES * num_pieces // groups.largest
+    spans = partial(own_spans, members=groups.own, num_pieces=num_pieces)
+    window = groups.window if groups.is_windowed else None
+    largest_bytes = window.segment_bytes if window else SCRATCH_BYTES * num_pieces // groups.largest
     with reach(buffer, groups) as reachable:
         for part in _cut(reachable, largest_bytes):
-            pieces = _split(part, num_pieces)
-            spans = own_spans(part, groups.own, num_pieces)
-            works = reduce_scatter(spans, spans.get(groups.rank, part[:0]), groups.own, groups)
+            works: Sequence[dist.Work] = []
+            if window:
+                window.reduce_scatter(part, spans)
+            else:
+                works = reduce_scatter(spans(part), spans(part).get(groups.rank, part[:0]), groups.own, groups)
             # In the order of pieces on every rank, so that no two wait for each other.
-            for piece, column in zip(pieces, columns, strict=True):
+            for piece, column in zip(_split(part, num_pieces), columns, strict=True):
                 if groups.rank in column and piece.numel():
                     _sum_among(piece, column, groups)
-            wait([*works, *all_gather(spans, groups.own, groups)])
+            if window:
+                window.all_gather(part, spans)
+            else:
+                wait([*works, *all_gather(spans(part), groups.own, groups)])
 
 
 def own_spans(buffer: Tensor, members: Sequence[int], num_pieces: int) -> dict[int, Tensor]:

@@ -1,8 +1,8 @@
 """Seconds an all-reduce takes: from the links alone, or from a curve fitted to measurements. Torch-free and pure.
 
-`topology.py` comes before it; the tuner, `fusion.py` and the planner ask it. The formulas are the field's α-β costs:
-ring (Patarasuk and Yuan 2009), the hierarchy of Jia et al. 2018, the 2D torus (Mikami et al. 2018), recursive halving
-and doubling (Thakur et al. 2005), with the links inside a node and between nodes kept apart.
+`topology.py` comes before it; the tuner, `fusion.py` and the planner ask it. From the links: the α-β cost of the very
+messages `allreduce.py` sends, in its order, with the links inside a node and between nodes kept apart; the backend's
+own is taken for a ring (Patarasuk and Yuan 2009).
 """
 
 import math
@@ -21,6 +21,9 @@ from lockstep.errors import LockstepError
 
 GROUPED = ("hierarchical", "torus")
 NAMES = ("flat", *GROUPED, "doubling")
+# Chosen by measurement of 32 ranks on 2 cores over Gloo; a real network may want others.
+SHORT_BYTES = 256 * 2**10  # up to here doubling whole pieces beats halving them first: half the rounds
+TWO_MASTERS_BYTES = 2 * 2**20  # from here on a group's work is worth dividing between two masters
 LARGE_BYTES = 256 * 2**10  # from here on bandwidth counts, and a fit's error is reported
 NOISE = 0.01  # relative; two curves that are both this close to the measurements are equally good
 
@@ -61,91 +64,110 @@ class Line(NamedTuple):
 # What runs at the same time; the phase is over when the slowest is done.
 Phase = tuple[Line, ...]
 Ranks = tuple[int, ...]
+# Sender, receiver, share of the whole message.
+Transfer = tuple[int, int, float]
+
+
+def count_pieces(algorithm: str, num_bytes: float, largest_group: int) -> int:
+    """Into how many pieces with an owner each a grouped all-reduce cuts a message."""
+    if algorithm == "torus":
+        return largest_group
+    return 2 if num_bytes >= TWO_MASTERS_BYTES and largest_group > 1 else 1
 
 
 def predict_seconds(choice: Choice, num_bytes: float, topology: Topology) -> float:
     """Seconds one all-reduce of `num_bytes` takes, from the topology's links alone."""
-    phases = _plan_phases(choice, topology)
+    num_pieces = 1
+    groups: tuple[Ranks, ...] = (topology.order,)
+    if choice.algorithm in GROUPED:
+        groups = tuple(map(tuple, plan_groups(topology, choice.group_size)))
+        num_pieces = count_pieces(choice.algorithm, num_bytes, max(map(len, groups)))
+    phases = _plan_phases(choice.algorithm, groups, num_pieces, num_bytes <= SHORT_BYTES * num_pieces, topology)
     return sum(max(line.latency_s + line.seconds_per_byte * num_bytes for line in phase) for phase in phases)
 
 
 @lru_cache(maxsize=256)
-def _plan_phases(choice: Choice, topology: Topology) -> tuple[Phase, ...]:
-    """The phases of one all-reduce, in order."""
-    if choice.algorithm == "flat":
+def _plan_phases(
+    algorithm: str, groups: tuple[Ranks, ...], num_pieces: int, is_short: bool, topology: Topology
+) -> tuple[Phase, ...]:
+    """The phases of one all-reduce, in order, as `allreduce.py` sends them."""
+    if algorithm == "flat":
         # Backends number their ring by rank, whatever the nodes.
-        return (_ring([tuple(range(topology.num_ranks))], 1, 2, topology),)
-    if choice.algorithm == "doubling":
-        return _halve_and_double(topology)
-    groups = plan_groups(topology, choice.group_size)
-    if choice.algorithm == "hierarchical":
-        # A ring reduce is a reduce-scatter and a gather to the master, a broadcast a scatter and an all-gather.
-        inside = _ring(groups, 1, 2, topology)
-        return (inside, _ring([tuple(group[0] for group in groups)], 1, 2, topology), inside)
-    if choice.algorithm == "torus":
-        return _torus(groups, topology)
-    raise LockstepError(f"There is no all-reduce {choice.algorithm!r}; choose one of {', '.join(NAMES)}.")
+        return (_ring(tuple(range(topology.num_ranks)), topology),)
+    if algorithm == "doubling":
+        rounds = _sum_among(groups[0], 1.0, is_short)
+    elif algorithm in GROUPED:
+        rounds = _sum_by_pieces(groups, num_pieces, is_short)
+    else:
+        raise LockstepError(f"There is no all-reduce {algorithm!r}; choose one of {', '.join(NAMES)}.")
+    return tuple(_exchange(transfers, topology) for transfers in rounds if transfers)
 
 
-def _torus(groups: Sequence[Ranks], topology: Topology) -> tuple[Phase, ...]:
-    """Reduce-scatter in the group, all-reduce of each piece across groups, all-gather in the group."""
-    # As many pieces as the largest group has members; in a smaller one a member owns several.
-    width = max(len(group) for group in groups)
-    columns = [tuple(group[piece * len(group) // width] for group in groups) for piece in range(width)]
-    inside = _ring(groups, 1, 1, topology)
-    return (inside, _ring(columns, 1 / width, 2, topology), inside)
+def _sum_by_pieces(groups: Sequence[Ranks], num_pieces: int, is_short: bool) -> list[list[Transfer]]:
+    """Each piece to its owner in the group, summed among the owners in all groups, and back."""
+    owners = [[group[piece * len(group) // num_pieces] for piece in range(num_pieces)] for group in groups]
+    to_owners = [
+        (member, owner, 1 / num_pieces)
+        for group, owned in zip(groups, owners, strict=True)
+        for owner in owned
+        for member in group
+        if member != owner
+    ]
+    # A rank that owns several pieces takes them by turns, and the others wait for it.
+    turns: Counter[int] = Counter()
+    rounds: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for column in zip(*owners, strict=True):
+        turn = max(turns[rank] for rank in column)
+        turns.update({rank: turn + 1 - turns[rank] for rank in column})
+        for number, transfers in enumerate(_sum_among(column, 1 / num_pieces, is_short)):
+            rounds[turn, number] += transfers
+    back = [(owner, member, share) for member, owner, share in to_owners]
+    return [to_owners, *(rounds[key] for key in sorted(rounds)), back]
 
 
-def _halve_and_double(topology: Topology) -> tuple[Phase, ...]:
-    """Half the message with the neighbour, a quarter with the next but one, …, and the same way back."""
-    order = topology.order
+def _sum_among(ranks: Ranks, share: float, is_short: bool) -> list[list[Transfer]]:
+    """Recursive doubling of a short message, halving and doubling of a long one, with the nearest partner first."""
     # Ranks beyond a power of two fold into their neighbour first: one whole message there, one back.
-    num_extra = len(order) - 2 ** (len(order).bit_length() - 1)
-    extra = [(order[2 * i + 1], order[2 * i]) for i in range(num_extra)]
-    active = [*order[: 2 * num_extra : 2], *order[2 * num_extra :]]
-    phases = [_exchange(extra, 1, topology)]
+    num_extra = len(ranks) - 2 ** (len(ranks).bit_length() - 1)
+    fold = [(ranks[2 * i + 1], ranks[2 * i], share) for i in range(num_extra)]
+    active = [*ranks[: 2 * num_extra : 2], *ranks[2 * num_extra :]]
+    rounds: list[list[Transfer]] = []
     distance = 1
     while distance < len(active):
-        pairs = [(rank, active[i ^ distance]) for i, rank in enumerate(active)]
-        phases.append(_exchange(pairs, 1 / (2 * distance), topology))
+        part = share if is_short else share / (2 * distance)
+        rounds.append([(rank, active[i ^ distance], part) for i, rank in enumerate(active)])
         distance *= 2
-    return (*phases, *reversed(phases))
+    unfold = [(target, source, part) for source, target, part in fold]
+    return [fold, *rounds, *([] if is_short else reversed(rounds)), unfold]
 
 
-def _ring(rings: Sequence[Ranks], share: float, num_passes: int, topology: Topology) -> Phase:
-    """Rings at work side by side, each on `share` of the message: a pass is a reduce-scatter or an all-gather."""
-    hops = [[(topology.node_of(a), topology.node_of(b)) for a, b in zip(r, r[1:] + r[:1], strict=True)] for r in rings]
-    # The nodes each ring leaves, hop by hop; a node's link carries what all rings send over it.
-    exits = [[here for here, there in ring if here != there] for ring in hops]
-    sent = [num_passes * share * (len(ring) - 1) / len(ring) for ring in rings]
-    load: dict[int, float] = defaultdict(float)
-    for nodes, amount in zip(exits, sent, strict=True):
-        for node in nodes:
-            load[node] += amount
-    # A rank takes the rings it is in by turns, and the others in them wait for it.
-    turns = Counter(rank for ring in rings for rank in ring)
-    lines = set()
-    for ring, nodes, amount in zip(rings, exits, sent, strict=True):
-        # A piece goes round past all members but one; of the crossings between nodes it is spared one.
-        num_inter = max(len(nodes) - 1, 0)
-        num_intra = len(ring) - 1 - num_inter
-        num_turns = max(turns[rank] for rank in ring)
-        latency = num_passes * (num_intra * topology.intra.latency_s + num_inter * topology.inter.latency_s)
-        inside = num_turns * amount / topology.intra.bytes_per_s if num_intra else 0.0
-        across = max((load[node] for node in nodes), default=0.0) / topology.inter.bytes_per_s
-        lines.add(Line(num_turns * latency, max(inside, across)))
+def _ring(ring: Ranks, topology: Topology) -> Phase:
+    """A reduce-scatter and an all-gather round one ring of all ranks."""
+    hops = [(topology.node_of(a), topology.node_of(b)) for a, b in zip(ring, ring[1:] + ring[:1], strict=True)]
+    exits = Counter(here for here, there in hops if here != there)
+    # A piece goes round past all members but one; of the crossings between nodes it is spared one.
+    num_inter = max(exits.total() - 1, 0)
+    num_intra = len(ring) - 1 - num_inter
+    sent = 2 * (len(ring) - 1) / len(ring)
+    inside = sent / topology.intra.bytes_per_s if num_intra else 0.0
+    across = max(exits.values(), default=0) * sent / topology.inter.bytes_per_s
+    latency = 2 * (num_intra * topology.intra.latency_s + num_inter * topology.inter.latency_s)
+    return (Line(latency, max(inside, across)),)
+
+
+def _exchange(transfers: Sequence[Transfer], topology: Topology) -> Phase:
+    """Messages that travel at the same time: a rank's share the links inside its node, a node's its link to others."""
+    loads: dict[tuple[str, str, int], float] = defaultdict(float)
+    for source, target, share in transfers:
+        here, there = topology.node_of(source), topology.node_of(target)
+        level, ends = ("intra", (source, target)) if here == there else ("inter", (here, there))
+        for way, end in zip(("out", "in"), ends, strict=True):
+            loads[level, way, end] += share
+    lines = []
+    for level, link in (("intra", topology.intra), ("inter", topology.inter)):
+        if busiest := max((load for (at, _, _), load in loads.items() if at == level), default=0.0):
+            lines.append(Line(link.latency_s, busiest / link.bytes_per_s))
     return tuple(lines)
-
-
-def _exchange(pairs: Sequence[tuple[int, int]], share: float, topology: Topology) -> Phase:
-    """One step in which the first of each pair sends `share` of the message to the second."""
-    hops = [(topology.node_of(source), topology.node_of(target)) for source, target in pairs]
-    leaving = Counter(here for here, there in hops if here != there)
-    num_inside = sum(here == there for here, there in hops)
-    inside = Line(topology.intra.latency_s, share / topology.intra.bytes_per_s) if num_inside else Line(0.0, 0.0)
-    if not leaving:
-        return (inside,)
-    return (inside, Line(topology.inter.latency_s, share * max(leaving.values()) / topology.inter.bytes_per_s))
 
 
 class Sample(NamedTuple):

@@ -40,14 +40,24 @@ class Hybrid:
         self._is_plain = True
         self.prepare([FLAT])
 
+    @property
+    def bytes_per_element(self) -> int:
+        """What an element of a buffer weighs on its way; sizes of messages are meant so."""
+        return self._wire.bytes_per_element
+
     def prepare(self, choices: Iterable[Choice]) -> None:
         """Make the process groups these choices need; every rank must call it with the same ones."""
         choices = list(choices)
         for size in sorted({choice.group_size for choice in choices} - self._groups.keys()):
             # One process group carries all: they take turns on the channel, and every group more is a mesh of sockets.
             first = next(iter(self._groups.values()), None)
-            groups = plan_groups(self._topology, size)
-            self._groups[size] = build_groups(groups, self._rank, share=first, timeout_s=self._timeout_s)
+            self._groups[size] = build_groups(
+                plan_groups(self._topology, size),
+                self._rank,
+                nodes=self._topology.nodes,
+                share=first,
+                timeout_s=self._timeout_s,
+            )
         # PyTorch's own all-reduce is asynchronous already and keeps its own order, as long as nothing else runs.
         self._is_plain = self._wire.is_plain and all(choice == FLAT for choice in choices)
 
@@ -64,5 +74,7 @@ class Hybrid:
         self._wire.sum(buffer, ALGORITHMS[choice.algorithm], self._groups[choice.group_size])
 
     def close(self) -> None:
-        """Stop the channel."""
+        """Stop the channel and let go of the node's window."""
         self._channel.close()
+        for window in {groups.window for groups in self._groups.values() if groups.window}:
+            window.close()

@@ -2,11 +2,16 @@
 
 A collective that fails says only that some connection broke. The pulse of a rank counts up twice a second beside the
 step and buffer it last sent: one that no longer counts is dead or stopped, one that counts but lags never sent the
-buffer the others wait for.
+buffer the others wait for. A stopped one is ended by those on its host: its launcher would wait for it.
 """
 
+import contextlib
+import os
+import signal
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
@@ -22,6 +27,7 @@ class Beat(NamedTuple):
     beats: int
     step: int
     buffer: int  # buffers of that step sent so far
+    process: str = ""  # as `_name_process` writes it
 
 
 class Lost(NamedTuple):
@@ -31,13 +37,16 @@ class Lost(NamedTuple):
     is_dead: bool
     step: int
     buffer: int
+    process: str = ""
 
 
 class Pulse:
     """Publishes this rank's beat from a thread of its own and reads the others'."""
 
-    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: Store, rank: int, num_ranks: int, *, keeper: int | None = 0) -> None:
+        """`keeper` is the rank that keeps the store; None where the launcher does."""
         self._store = store
+        self._keeper = keeper
         self._rank = rank
         self._num_ranks = num_ranks
         self._progress = (0, 0)
@@ -61,24 +70,26 @@ class Pulse:
             time.sleep(LISTEN_S)
             after = self._read()
         except RuntimeError:
-            return Lost(0, True, *self._progress)  # the store itself is gone, and rank 0 keeps it
+            # The store itself is gone, and with it whoever keeps it.
+            return None if self._keeper is None else Lost(self._keeper, True, *self._progress)
         # Its beat says what a rank has sent; what it never sent is the buffer after that.
         dead = [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
         if dead:
             rank = min(dead, key=lambda rank: (after[rank].step, after[rank].buffer))
-            return Lost(rank, True, after[rank].step, after[rank].buffer)
+            return Lost(rank, True, *after[rank][1:])
         rank = min(after, key=lambda rank: (after[rank].step, after[rank].buffer))
         if (after[rank].step, after[rank].buffer) < self._progress:
-            return Lost(rank, False, after[rank].step, after[rank].buffer)
+            return Lost(rank, False, *after[rank][1:])
         return None
 
     def _beat(self) -> None:
         count = 0
+        process = _name_process(os.getpid())
         while not self._stop.is_set():
             count += 1
             step, buffer = self._progress
             try:
-                self._store.set(_key(self._rank), f"{count} {step} {buffer}")
+                self._store.set(_key(self._rank), f"{count} {step} {buffer} {process}")
             except RuntimeError:
                 return  # the store is gone, and the world with it
             self._stop.wait(INTERVAL_S)
@@ -89,9 +100,28 @@ class Pulse:
         beats = {}
         for rank in others:
             known = self._store.check([_key(rank)])
-            text = self._store.get(_key(rank)).decode() if known else "0 0 0"
-            beats[rank] = Beat(*map(int, text.split()))
+            text = self._store.get(_key(rank)).decode() if known else "0 0 0 "
+            beats_so_far, step, buffer, process = text.split(" ")
+            beats[rank] = Beat(int(beats_so_far), int(step), int(buffer), process)
         return beats
+
+
+def end_process(name: str) -> None:
+    """Kill a process that no longer answers, if it is on this host and still the one that had this name."""
+    host, _, rest = name.rpartition("/")
+    pid = int(rest.partition("@")[0] or 0)
+    if pid and host == socket.gethostname() and _name_process(pid) == name:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _name_process(pid: int) -> str:
+    """Host, number and start: no other process ever has all three; empty where the system does not tell."""
+    try:
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+    return f"{socket.gethostname()}/{pid}@{started}"
 
 
 def _key(rank: int) -> str:

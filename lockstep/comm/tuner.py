@@ -83,13 +83,13 @@ def list_sizes(max_bytes: int) -> list[int]:
 def measure_choices(
     hybrid: Hybrid, world: World, choices: Sequence[Choice], sizes: Sequence[int], budget_s: float
 ) -> list[Sample]:
-    """The median seconds of each choice at each size, measured in turns until the budget is spent.
+    """The median seconds of each choice at each size on the wire, measured in turns until the budget is spent.
 
     The slowest rank's time counts. After each round rank 0 says which pairs go on: none that is hopeless, none at all
     when the time is up; larger sizes are left out when even one round of them would not fit.
     """
     hybrid.prepare(choices)
-    array = torch.zeros(max(sizes) // 4, device=world.device)
+    array = torch.zeros(max(sizes) // hybrid.bytes_per_element, device=world.device)
     start = time.perf_counter()
     times: dict[tuple[int, Choice], list[float]] = {}
     for size in sizes:  # the first round goes up in size, so that a budget runs out on the largest
@@ -153,7 +153,7 @@ def _measure_round(
     for row, (size, choice) in enumerate(pairs):
         for repeat in range(repeats):
             begun = time.perf_counter()
-            hybrid.run(array[: size // 4], choice)
+            hybrid.run(array[: size // hybrid.bytes_per_element], choice)
             if array.is_cuda:
                 torch.cuda.synchronize()
             seconds[row, repeat] = time.perf_counter() - begun
@@ -196,9 +196,12 @@ def _interpolate(curve: Sequence[tuple[int, float]], num_bytes: float) -> float:
     return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
 
 
-def assign_choices(buffers: Sequence[Buffer], samples: Sequence[Sample], *, overlap: bool) -> ReductionPlan:
+def assign_choices(
+    buffers: Sequence[Buffer], samples: Sequence[Sample], *, overlap: bool, bytes_per_element: int = 4
+) -> ReductionPlan:
     """The quickest choice for each buffer."""
-    choices = tuple(pick_choice(samples, buffer.num_bytes)[0] for buffer in buffers)
+    sizes = [min(bytes_per_element, buffer.element_bytes) * (buffer.end - buffer.start) for buffer in buffers]
+    choices = tuple(pick_choice(samples, size)[0] for size in sizes)
     return ReductionPlan(tuple(buffers), choices, overlap)
 
 

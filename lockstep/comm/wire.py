@@ -37,6 +37,11 @@ class Wire:
         """Whether all buffers travel as they are."""
         return self.dtype == torch.float32
 
+    @property
+    def bytes_per_element(self) -> int:
+        """What an element of a buffer weighs on its way."""
+        return self.dtype.itemsize
+
     def sum(self, buffer: Tensor, algorithm: Algorithm, groups: Groups) -> None:
         """Sum a buffer over all ranks in place."""
         if self.is_plain or buffer.dtype != torch.float32 or groups.num_ranks == 1:

@@ -200,7 +200,9 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
             f"Rank {member.rank} could not meet the other ranks at {member.address}:{member.port} "
             f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
         ) from error
-    pulse = Pulse(dist.distributed_c10d._get_default_store(), member.rank, member.size)
+    # torchrun's agent keeps the store itself, unless it was told not to.
+    keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+    pulse = Pulse(dist.distributed_c10d._get_default_store(), member.rank, member.size, keeper=keeper)
     try:
         yield replace(world, pulse=pulse)
     finally:

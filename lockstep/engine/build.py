@@ -200,7 +200,8 @@ def pinned_choice(config: RunConfig, topology: Topology) -> Choice | None:
 def default_plan(config: RunConfig, layout: Layout, topology: Topology) -> ReductionPlan:
     """What runs until something has been measured: the threshold rule and PyTorch's own all-reduce."""
     threshold_bytes = config.comm.buffer_mb * 2**20
-    buffers = add_tail(layout, plan_buffers(layout.head, threshold_bytes, layout.head_element_bytes))
+    width = min(layout.head_element_bytes, build_wire(config).bytes_per_element)
+    buffers = add_tail(layout, plan_buffers(layout.head, threshold_bytes, width))
     choice = pinned_choice(config, topology) or FLAT
     return ReductionPlan(buffers, (choice,) * len(buffers), overlap=config.comm.overlap != "off")
 

@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-from lockstep.comm.pulse import Pulse
+from lockstep.comm.pulse import Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
@@ -118,9 +118,11 @@ def explain_failures(world: World) -> Iterator[None]:
 
 
 def describe_loss(rank: int, pulse: Pulse | None) -> str:
-    """Who is missing after a failed all-reduce, as far as the pulses tell."""
+    """Who is missing after a failed all-reduce, as far as the pulses tell; one that is stopped is ended."""
     lost = pulse.find_lost() if pulse else None
     if lost is None:
         return f"Rank {rank} lost contact with the other ranks and stopped."
+    if lost.is_dead:
+        end_process(lost.process)
     what = "stopped answering" if lost.is_dead else "is behind the others"
     return f"Rank {lost.rank} {what} and never sent buffer {lost.buffer + 1} of step {lost.step}; rank {rank} stopped."

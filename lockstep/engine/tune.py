@@ -124,9 +124,11 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     statistics = [buffer.clone() for buffer in parts.model.buffers()]
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
-    samples = measure_choices(hybrid, world, choices, list_sizes(parts.layout.gradient_bytes), MESSAGE_SHARE * budget_s)
+    weight = hybrid.bytes_per_element
+    sizes = list_sizes(min(weight * parts.layout.numel, parts.layout.gradient_bytes))
+    samples = measure_choices(hybrid, world, choices, sizes, MESSAGE_SHARE * budget_s)
     ready_s = world.broadcast_object(_measure_ready(parts, batch))
-    plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples))
+    plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples), weight)
     plans = world.broadcast_object(plans)
     left_s = world.broadcast_object(budget_s - (time.perf_counter() - start))
     trials = _try_plans(parts, hybrid, world, batch, plans, left_s)
@@ -154,19 +156,20 @@ def pick_trial(trials: Sequence[Trial]) -> Trial:
 
 
 def propose_plans(
-    comm: CommConfig, layout: Layout, ready_s: Sequence[float], samples: Sequence[Sample]
+    comm: CommConfig, layout: Layout, ready_s: Sequence[float], samples: Sequence[Sample], bytes_per_element: int = 4
 ) -> dict[str, ReductionPlan]:
     """The plans worth trying, by name: what each fusion rule gives, under backward and after it."""
+    threshold, weight = comm.buffer_mb * 2**20, bytes_per_element
 
     def predict(num_bytes: int) -> float:
         return pick_choice(samples, num_bytes)[1]
 
-    head, width = layout.head, layout.head_element_bytes
+    head, width = layout.head, min(layout.head_element_bytes, weight)
     ready_s = ready_s[: len(head.slots)]
     rules: dict[str, Callable[[], tuple[Buffer, ...]]] = {
         "merged": lambda: plan_merged(head, ready_s, predict, width),
         "two-segments": lambda: plan_two_segments(head, ready_s, predict, width),
-        "threshold": lambda: plan_buffers(head, comm.buffer_mb * 2**20, width),
+        "threshold": lambda: plan_buffers(head, threshold, width),
     }
     plans: dict[str, ReductionPlan] = {}
     if comm.algorithm == "auto" and comm.fusion == "auto" and comm.overlap != "off":
@@ -174,7 +177,7 @@ def propose_plans(
         plans[PLAIN] = ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True)
     if comm.overlap != "on" and comm.fusion == "auto":
         whole = add_tail(layout, plan_buffers(head, float("inf")))
-        plans["one buffer, after backward"] = assign_choices(whole, samples, overlap=False)
+        plans["one buffer, after backward"] = assign_choices(whole, samples, overlap=False, bytes_per_element=weight)
     for name, rule in rules.items():
         if comm.fusion not in ("auto", name):
             continue
@@ -184,7 +187,7 @@ def propose_plans(
                 continue
             if not overlap and comm.fusion == "auto":
                 continue  # nothing to overlap: the one buffer above saves every start-up but one
-            plan = assign_choices(buffers, samples, overlap=overlap)
+            plan = assign_choices(buffers, samples, overlap=overlap, bytes_per_element=weight)
             if plan not in plans.values():
                 plans[f"{name}, {'under' if overlap else 'after'} backward"] = plan
     return plans

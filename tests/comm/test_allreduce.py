@@ -7,7 +7,8 @@ all draw the same cases, and the ranks agree on each verdict, so that all see th
 import itertools
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.comm import allreduce
+from lockstep.comm import allreduce, cost
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups, own_spans
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
@@ -28,7 +29,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
 # Limits so low that short test buffers take the paths of long ones.
 LOW_LIMITS = {"SHORT_BYTES": 64, "TWO_MASTERS_BYTES": 128, "SCRATCH_BYTES": 1024}
-REAL_LIMITS = {name: getattr(allreduce, name) for name in LOW_LIMITS}
+HOMES = {"SHORT_BYTES": allreduce, "TWO_MASTERS_BYTES": cost, "SCRATCH_BYTES": allreduce}
+REAL_LIMITS = {name: getattr(home, name) for name, home in HOMES.items()}
+
+
+@contextmanager
+def limit(limits: dict[str, int]) -> Iterator[None]:
+    """While inside, these limits hold."""
+    with ExitStack() as stack:
+        for name, value in limits.items():
+            stack.enter_context(patch.object(HOMES[name], name, value))
+        yield
 
 
 def fill(numel: int, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
@@ -55,7 +66,7 @@ def check_case(
     before = fill(numel + 2 * margin, dtype, seed=groups.rank, device=device)
     view = slice(margin, margin + numel)
     arrays = [before.clone() for _ in ALGORITHMS]
-    with patch.multiple(allreduce, **limits):
+    with limit(limits):
         for algorithm, array in zip(ALGORITHMS.values(), arrays, strict=True):
             algorithm(array[view], groups)
     results = torch.stack([array[view] for array in arrays]).cpu()
@@ -148,7 +159,7 @@ def sum_with_delays(world: World) -> list[bytes]:
     results = []
     for run, name in itertools.product(range(3), ALGORITHMS):
         buffer = fill(2001, torch.float16, seed=world.rank, device=CPU)
-        with patch.multiple(allreduce, **LOW_LIMITS, post=pause_and_post if run else post):
+        with limit(LOW_LIMITS), patch.object(allreduce, "post", pause_and_post if run else post):
             ALGORITHMS[name](buffer, groups)
         results.append(buffer.numpy().tobytes())
     return results

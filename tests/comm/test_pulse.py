@@ -1,12 +1,15 @@
 """Pulses through a real store: who is dead, who lags, and what each never sent."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm import pulse as module
-from lockstep.comm.pulse import Lost, Pulse
+from lockstep.comm.pulse import Lost, Pulse, end_process
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +37,18 @@ def test_a_rank_that_stops_beating_is_named_with_the_buffer_it_never_sent(pulses
     pulses[2].note(7, 1)
     module.time.sleep(0.1)
     pulses[2].close()
-    assert pulses[0].find_lost() == Lost(rank=2, is_dead=True, step=7, buffer=1)
-    assert pulses[1].find_lost() == Lost(rank=2, is_dead=True, step=7, buffer=1)
+    for pulse in pulses[:2]:
+        lost = pulse.find_lost()
+        assert lost is not None
+        assert lost[:4] == Lost(rank=2, is_dead=True, step=7, buffer=1)[:4]
 
 
 def test_a_living_rank_that_lags_is_told_from_a_dead_one(pulses: list[Pulse]) -> None:
     pulses[1].note(6, 4)
     module.time.sleep(0.1)
-    assert pulses[0].find_lost() == Lost(rank=1, is_dead=False, step=6, buffer=4)
+    lost = pulses[0].find_lost()
+    assert lost is not None
+    assert lost[:4] == Lost(rank=1, is_dead=False, step=6, buffer=4)[:4]
 
 
 def test_a_rank_that_never_beat_counts_as_dead() -> None:
@@ -49,3 +56,46 @@ def test_a_rank_that_never_beat_counts_as_dead() -> None:
     alone.note(1, 0)
     assert alone.find_lost() == Lost(rank=1, is_dead=True, step=0, buffer=0)
     alone.close()
+
+
+class GoneStore:
+    """A store whose keeper died."""
+
+    def __getattr__(self, name: str) -> object:
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("Connection refused")
+
+        return fail
+
+
+@pytest.mark.parametrize("keeper", [0, None])
+def test_when_the_store_is_gone_the_rank_that_kept_it_is_named_and_nobody_where_a_launcher_did(
+    keeper: int | None,
+) -> None:
+    pulse = Pulse(GoneStore(), 1, 2, keeper=keeper)  # type: ignore[arg-type]
+    pulse.note(3, 1)
+    assert pulse.find_lost() == (None if keeper is None else Lost(rank=0, is_dead=True, step=3, buffer=1))
+    pulse.close()
+
+
+@pytest.fixture
+def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_stopped_process_is_ended_by_its_name(sleeper: "subprocess.Popen[bytes]") -> None:
+    name = module._name_process(sleeper.pid)
+    sleeper.send_signal(signal.SIGSTOP)
+    end_process(name)
+    assert sleeper.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("change", ["other host", "other start", "nothing"])
+def test_a_process_that_is_not_the_one_named_is_left_alone(sleeper: "subprocess.Popen[bytes]", change: str) -> None:
+    name = module._name_process(sleeper.pid)
+    end_process({"other host": f"x{name}", "other start": f"{name}1", "nothing": ""}[change])
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.2)

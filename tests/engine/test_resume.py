@@ -107,11 +107,7 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(images: Path, tmp_path: P
     commands.wait_for_step(folder, 2, process)
     ranks = commands.list_children(process.pid)
     victim = ranks[1]
-    (name,) = [
-        variable.removeprefix("RANK=")
-        for variable in Path(f"/proc/{victim}/environ").read_text().split("\0")
-        if variable.startswith("RANK=")
-    ]
+    name = read_rank(victim)
     os.kill(victim, signal.SIGKILL)
     start = time.monotonic()
     status, out, err = commands.finish(process)
@@ -122,6 +118,32 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(images: Path, tmp_path: P
     assert len(survivors) == 2, err
     assert "Traceback" not in out + err
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def test_a_stopped_rank_ends_the_run_once_the_time_is_up_and_is_named(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stopped"
+    process = commands.start(
+        "train",
+        "quickstart",
+        "--ranks=3",
+        f"--out={folder}",
+        *settings(images, "train.duration=4000ep", "comm.timeout_s=15"),
+    )
+    commands.wait_for_step(folder, 2, process)
+    ranks = commands.list_children(process.pid)
+    name = read_rank(ranks[1])
+    os.kill(ranks[1], signal.SIGSTOP)
+    status, out, err = commands.finish(process, timeout_s=180)  # it has no other end
+    assert status == 1
+    assert f"Rank {name} stopped answering and never sent buffer" in err
+    assert "Traceback" not in out + err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def read_rank(pid: int) -> str:
+    """The rank that a process was started as."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK="))
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_sentence(images: Path, untouched: Path, tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""What `step.py` trains: networks by the size of their gradients, and the sides that train them."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.bench import ddp
+from lockstep.comm.fusion import ReductionPlan
+from lockstep.comm.world import World
+from lockstep.config import CommConfig, DataConfig, OptimConfig, RunConfig, TrainConfig
+from lockstep.data.order import Cursor
+from lockstep.data.pipeline import Batch
+from lockstep.engine.build import assemble
+from lockstep.engine.step import train_step
+from lockstep.engine.tune import describe_plan, tune_parts
+from lockstep.models import build_model
+from lockstep.models.initialize import initialize
+from lockstep.optim.schedule import Schedule
+
+Step = Callable[[], None]
+Opener = Callable[[], AbstractContextManager[Step]]
+LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 1e-4
+TUNE_S = 20.0  # that each side may spend on choosing how its gradients travel
+# A stack of this many linear layers, twice as many tensors: communication with hardly anything to compute.
+STACK_LAYERS = 31
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a network by name or a stack of linear layers, of some width, on `batch` images on each rank."""
+
+    name: str
+    width: int
+    image_size: int
+    batch: int
+    model: str = "resnet18"  # or "stack"
+    num_classes: int = 10
+
+
+USUAL_CASES = (
+    Case("quickstart's network, 0.7 M parameters", width=16, image_size=48, batch=64),
+    Case("ResNet-18, 11.2 M parameters", width=64, image_size=64, batch=16),
+)
+
+
+def size_case(gradient_mb: float) -> Case:
+    """A stack of linear layers with about this many megabytes of gradients."""
+    width = max(1, round((gradient_mb * 1e6 / 4 / STACK_LAYERS) ** 0.5))
+    name = f"{gradient_mb:g} MB of gradients in {2 * STACK_LAYERS} tensors"
+    return Case(name, width=width, image_size=8, batch=2, model="stack")
+
+
+def model_case(model: str) -> Case:
+    """A real network with all its gradients and as little to compute as batch norm allows: one small image a rank."""
+    image_size = 128 if model == "alexnet" else 64
+    return Case(f"{model}, one image a rank", width=64, image_size=image_size, batch=1, model=model, num_classes=1000)
+
+
+def build_network(case: Case, device: torch.device) -> nn.Module:
+    """The network with its starting weights, the same on every rank."""
+    if case.model == "stack":
+        torch.manual_seed(0)
+        return _build_stack(case).to(device)
+    model = build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+    initialize(model, 0)
+    return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def count_gradient_bytes(case: Case) -> int:
+    """Bytes of the network's gradients; nothing is allocated."""
+    with torch.device("meta"):
+        if case.model == "stack":
+            model = _build_stack(case)
+        else:
+            model = build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def fake_batch(case: Case, world: World) -> Batch:
+    """Noise with labels, another on every rank."""
+    generator = torch.Generator().manual_seed(world.rank)
+    images = torch.randn(case.batch, 3, case.image_size, case.image_size, generator=generator)
+    return Batch(
+        images=images.to(world.device, memory_format=torch.channels_last),
+        labels=torch.randint(0, case.num_classes, (case.batch,), generator=generator).to(world.device),
+        global_size=case.batch * world.size,
+        epoch=0,
+        samples=np.arange(case.batch),
+        cursor=Cursor(0, 0),
+    )
+
+
+@contextmanager
+def open_bare(case: Case, world: World, batch: Batch) -> Iterator[Step]:
+    """The loop everyone writes for one rank."""
+    yield _torch_step(build_network(case, world.device), batch)
+
+
+@contextmanager
+def open_ddp(case: Case, world: World, batch: Batch, setting: ddp.Setting) -> Iterator[Step]:
+    """The same loop around DistributedDataParallel."""
+    yield _torch_step(ddp.wrap(build_network(case, world.device), setting), batch)
+
+
+class Lockstep:
+    """Our side, as a run would be: tuned when it is first opened, under that plan from then on."""
+
+    def __init__(self, case: Case, world: World, batch: Batch) -> None:
+        self._case = case
+        self._world = world
+        self._batch = batch
+        self._plan: ReductionPlan | None = None
+
+    @property
+    def setting(self) -> str:
+        return describe_plan(self._plan) if self._plan else "one rank"
+
+    @contextmanager
+    def open(self) -> Iterator[Step]:
+        world, batch = self._world, self._batch
+        config = RunConfig(
+            data=DataConfig(image_size=self._case.image_size),
+            optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
+            comm=CommConfig(tune_s=TUNE_S),
+            train=TrainConfig(global_batch=batch.global_size, duration="1ep"),  # type: ignore[arg-type]
+        )
+        network = build_network(self._case, world.device)
+        parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
+        if parts.hybrid is None:
+            yield lambda: _run(train_step(parts, batch, LR))
+            return
+        if self._plan is None:
+            tuning = tune_parts(config, parts, world, [], again=True)
+            self._plan = tuning.plan if tuning else parts.reducer.plan
+        parts.hybrid.prepare(self._plan.choices)
+        parts.reducer.follow(self._plan)
+        try:
+            yield lambda: _run(train_step(parts, batch, LR))
+        finally:
+            parts.hybrid.close()
+
+
+def _run(_: object) -> None:
+    """A step's result is of no interest here."""
+
+
+def _build_stack(case: Case) -> nn.Module:
+    sizes = [3 * case.image_size**2, *[case.width] * (STACK_LAYERS - 1), case.num_classes]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _torch_step(model: nn.Module, batch: Batch) -> Step:
+    """A step with PyTorch's quickest SGD."""
+    decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    optimizer = torch.optim.SGD(
+        [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
+        lr=LR,
+        momentum=MOMENTUM,
+        fused=True,
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(model(batch.images), batch.labels)
+        loss.backward()
+        optimizer.step()
+
+    return step

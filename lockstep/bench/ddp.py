@@ -1,0 +1,74 @@
+"""PyTorch's DistributedDataParallel as the peer of `step.py`: as everyone writes it, and the settings worth a try."""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+MIB = 1 << 20
+DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25, 1  # what DDP does when nobody says anything
+FIRST_BUCKET = "_DEFAULT_FIRST_BUCKET_BYTES"  # in torch.distributed; read when DDP is built
+CAPS_MB = (1, 4, DEFAULT_CAP_MB, 100)
+
+
+class Setting(NamedTuple):
+    """How DDP cuts gradients into buckets, and whether gradients are views of them."""
+
+    cap_mb: int = DEFAULT_CAP_MB
+    first_mb: int = DEFAULT_FIRST_MB
+    is_view: bool = False
+
+    def __str__(self) -> str:
+        first = "" if self.first_mb == self.cap_mb else f", the first {self.first_mb}"
+        return f"buckets of {self.cap_mb} MiB{first}{', views' if self.is_view else ''}"
+
+
+DEFAULT = Setting()
+
+
+def list_settings() -> list[Setting]:
+    """Every bucket size, with a first bucket as large and with PyTorch's small one, as far as this release can."""
+    pairs = dict.fromkeys((cap, first) for cap in CAPS_MB for first in (cap, DEFAULT_FIRST_MB))
+    return [Setting(*pair, is_view=True) for pair in pairs if _is_possible(*pair)]
+
+
+def wrap(model: nn.Module, setting: Setting) -> DistributedDataParallel:
+    """DDP over `model`; only the broadcast of batch norm's statistics at every step is off, as it is in Lockstep."""
+    # A bucket size of one's own also sets the first bucket's; only the default one leaves it apart.
+    if setting.first_mb == setting.cap_mb:
+        sizes: dict[str, object] = {"bucket_cap_mb": setting.cap_mb}
+    elif setting.cap_mb == DEFAULT_CAP_MB:
+        sizes = {}
+    else:
+        sizes = {"bucket_cap_mb_list": [setting.first_mb, setting.cap_mb]}
+    with warnings.catch_warnings(), _first_bucket(setting.first_mb):
+        # Newer releases rename the argument, older ones lack the new name.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model,
+            gradient_as_bucket_view=setting.is_view,
+            broadcast_buffers=False,
+            **sizes,  # type: ignore[arg-type]
+        )
+
+
+def _is_possible(cap_mb: int, first_mb: int) -> bool:
+    """Before torch 2.13 a first bucket of another size needs the default one for the rest."""
+    has_list = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
+    return first_mb == cap_mb or cap_mb == DEFAULT_CAP_MB or has_list
+
+
+@contextmanager
+def _first_bucket(first_mb: int) -> Iterator[None]:
+    """Set the size of the first bucket while inside."""
+    before = getattr(dist, FIRST_BUCKET)
+    setattr(dist, FIRST_BUCKET, first_mb * MIB)
+    try:
+        yield
+    finally:
+        setattr(dist, FIRST_BUCKET, before)

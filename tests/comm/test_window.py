@@ -1,0 +1,109 @@
+"""A node's shared memory: right sums for uneven nodes and odd sizes, and an error where a rank does not come."""
+
+import os
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from lockstep.comm import window as module
+from lockstep.comm.allreduce import ALGORITHMS, build_groups
+from lockstep.comm.window import open_window
+from lockstep.comm.world import World
+from tests.ranks import run_ranks
+
+Nodes = Sequence[Sequence[int]]
+
+
+def draw(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, whose sums are exact in every precision."""
+    return torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sum_through_windows(world: World, nodes: Nodes) -> list[str]:
+    """What went wrong at any size, algorithm and precision."""
+    module.SEGMENT_BYTES = 4096  # so that some buffers go in turns
+    groups = build_groups(nodes, world.rank, nodes=nodes, timeout_s=60)
+    wrong = [] if groups.is_windowed else ["no window"]
+    for numel in (0, 1, 2, 7, 1000, 5003):
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            expected = sum(draw(rank, numel, dtype) for rank in range(world.size))
+            for name in ("hierarchical", "torus"):
+                found = draw(world.rank, numel, dtype)
+                ALGORITHMS[name](found, groups)
+                wrong += [] if torch.equal(found, expected) else [f"{name} {numel} {dtype}"]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "nodes", [((0, 1),), ((0, 1, 2), (3, 4)), ((0, 1, 2, 3), (4,)), ((0, 2), (1, 3), (4, 5, 6))], ids=str
+)
+def test_sums_through_shared_memory_are_right(nodes: Nodes) -> None:
+    assert run_ranks(sum_through_windows, sum(len(node) for node in nodes), nodes) == [[]] * sum(map(len, nodes))
+
+
+def sum_twice(world: World) -> tuple[list[torch.Tensor], torch.Tensor]:
+    nodes = ((0, 1, 2), (3, 4))
+    groups = build_groups(nodes, world.rank, nodes=nodes)
+    start = torch.randn(10007, generator=torch.Generator().manual_seed(world.rank))
+    sums = []
+    for turn in range(4):
+        buffer = start.clone()
+        time.sleep(0.02 * ((world.rank + turn) % 3))  # come late by turns
+        ALGORITHMS["torus"](buffer, groups)
+        sums.append(buffer)
+    return sums, start
+
+
+def test_sums_are_the_same_bits_on_every_rank_whoever_comes_late() -> None:
+    answers = run_ranks(sum_twice, 5)
+    first = answers[0][0][0]
+    exact = torch.stack([start for _, start in answers]).double().sum(dim=0)
+    torch.testing.assert_close(first.double(), exact, rtol=1e-5, atol=1e-5)
+    for sums, _ in answers:
+        assert all(torch.equal(found, first) for found in sums)
+
+
+def test_other_groups_than_the_nodes_go_by_messages() -> None:
+    assert run_ranks(is_windowed_by_group_size, 4) == [(True, False)] * 4
+
+
+def is_windowed_by_group_size(world: World) -> tuple[bool, bool]:
+    nodes = ((0, 1), (2, 3))
+    own = build_groups(nodes, world.rank, nodes=nodes)
+    return own.is_windowed, build_groups(((0, 1, 2, 3),), world.rank, share=own).is_windowed
+
+
+def open_where_one_node_cannot(world: World) -> bool:
+    if world.rank == 2:
+        del os.memfd_create  # as on a system that has none
+    return open_window(((0, 1), (2, 3)), world.rank, 60) is None
+
+
+def test_where_one_node_cannot_share_memory_no_node_does() -> None:
+    assert run_ranks(open_where_one_node_cannot, 4) == [True] * 4
+
+
+def lose_a_rank(world: World, how: str) -> str:
+    window = open_window(((0, 1, 2),), world.rank, 2.0 if how == "late" else 60)
+    assert window is not None
+    if world.rank == 1:
+        if how == "gone":
+            window.close()
+        else:
+            time.sleep(6)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        window._meet()
+    if how == "gone":
+        window.close()  # as a rank's end would
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "text"), [("gone", "Connection"), ("late", "Timed out")])
+def test_a_rank_that_does_not_come_is_an_error_on_the_others(how: str, text: str) -> None:
+    answers = run_ranks(lose_a_rank, 3, how)
+    assert answers[1] == ""
+    assert any(text in answer for answer in (answers[0], answers[2]))
+    assert all("onnection" in answer or "imed out" in answer for answer in (answers[0], answers[2]))
