@@ -132,7 +132,8 @@ class DataConfig(Section):
         default=0, ge=0, description="batches prepared ahead of the step; 0: as many as it takes, by measurement"
     )
     resident: Literal["auto", "on", "off"] = Field(
-        default="auto", description="keep decoded images in the GPU's memory; auto: if a quarter of it holds them all"
+        default="auto",
+        description="keep decoded images in the GPU's memory; auto: if a fifth of what is free holds them all",
     )
     bad_share: float = Field(
         default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"

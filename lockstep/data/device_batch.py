@@ -36,7 +36,8 @@ class Lane:
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Host memory to send from; PyTorch keeps pinned memory, and hands it out again when its copies are done."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+        with self.enter():  # pinned for this device: a thread that has not chosen one would open the first
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.stream is not None)
 
     def send(self, host: Tensor) -> Tensor:
         """Copy to the device in the lane's order; to be called inside it."""

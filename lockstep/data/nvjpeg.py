@@ -2,8 +2,11 @@
 
 import threading
 from collections import deque
+from functools import cache
 from importlib.util import find_spec
 
+import numpy as np
+import simplejpeg
 import torch
 from torch import Tensor
 
@@ -14,9 +17,13 @@ from lockstep.data.reader import Loaded
 MAX_IMAGES = 64
 
 
+@cache
 def has_nvjpeg() -> bool:
-    """Whether JPEGs can be decoded on a GPU here."""
-    return torch.cuda.is_available() and find_spec("torchvision") is not None
+    """Whether JPEGs can be decoded on a GPU here, found out by decoding one."""
+    if not torch.cuda.is_available() or find_spec("torchvision") is None:
+        return False
+    probe = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    return Nvjpeg(torch.device("cuda")).decode([probe], None) is not None
 
 
 class Nvjpeg:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Self, Unpack
+from typing import ClassVar, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,10 +43,12 @@ class Batch:
 class Pipeline:
     """What training and evaluation share: a source read by decode threads that stop with `close`."""
 
+    resident_share: ClassVar[float]  # of the free device memory, for images that are to stay there
+
     def __init__(self, source: Source, bad_share: float, prefetch_batches: int, means: Means) -> None:
         self._source = source
         self.reader = SampleReader(source, bad_share)
-        self._workshop = Workshop(self.reader, **means)
+        self._workshop = Workshop(self.reader, **means, share=self.resident_share)
         self._depth = prefetch_batches or FIRST_DEPTH
 
     @property
@@ -75,6 +77,8 @@ class TrainPipeline(Pipeline):
     `image_sizes` are pairs (first epoch after, size), rising: until then images have that size, in the end
     `image_size`. With `prefetch_batches` 0 the pipeline works further ahead when that would have spared a wait.
     """
+
+    resident_share = 0.2
 
     def __init__(
         self,
@@ -154,6 +158,8 @@ class EvalPipeline(Pipeline):
     Batches are cut by position in the whole set and dealt whole, round robin, so that a batch holds the same images on
     any number of ranks. Unreadable samples are left out, never replaced.
     """
+
+    resident_share = 0.05
 
     def __init__(
         self,

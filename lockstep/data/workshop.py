@@ -13,8 +13,8 @@ from lockstep.data.reader import SampleReader
 from lockstep.data.resident import Resident, estimate_bytes, free_device_bytes
 from lockstep.errors import LockstepError
 
-# Shares of the free device memory that decoded images may take: of themselves, and when asked to.
-AUTO_SHARE, ON_SHARE = 0.25, 0.8
+# The share of the free device memory that decoded images may take when they are told to stay there.
+ON_SHARE = 0.8
 
 DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]
 Residence = Literal["auto", "on", "off"]
@@ -34,7 +34,7 @@ class Means(TypedDict):
 
 
 class Workshop:
-    """Takes requests and gives batches."""
+    """Takes requests and gives batches; images that fit into a `share` of the free device memory stay there."""
 
     def __init__(
         self,
@@ -47,6 +47,8 @@ class Workshop:
         decoder: DecoderName = "auto",
         resident: Residence = "auto",
         on_device: bool | None = None,
+        *,
+        share: float,
     ) -> None:
         self._threads = threads
         self._device = device
@@ -54,7 +56,7 @@ class Workshop:
         self._path: DevicePath | HostPath
         if device.type == "cuda" if on_device is None else on_device:
             nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
-            kept = build_resident(resident, reader, device)
+            kept = build_resident(resident, reader, device, share)
             self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg)
         else:
             self._path = HostPath(reader, mean, std, dtype)
@@ -109,8 +111,8 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
     return wanted
 
 
-def build_resident(wanted: Residence, reader: SampleReader, device: torch.device) -> Resident | None:
-    """Room for all decoded images, where there is enough of it or it is asked for."""
+def build_resident(wanted: Residence, reader: SampleReader, device: torch.device, share: float) -> Resident | None:
+    """Room for all decoded images, where that takes no more than a share of what is free or is asked for."""
     num_samples = reader.source.num_samples
     if wanted == "off":
         return None
@@ -123,4 +125,4 @@ def build_resident(wanted: Residence, reader: SampleReader, device: torch.device
                 'set data.resident to "auto" or "off".'
             )
         return Resident(num_samples, ON_SHARE * free)
-    return Resident(num_samples, AUTO_SHARE * free) if needed <= AUTO_SHARE * free else None
+    return Resident(num_samples, share * free) if needed <= share * free else None

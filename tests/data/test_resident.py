@@ -74,18 +74,18 @@ def test_a_set_larger_than_its_limit_is_kept_in_part(monkeypatch: pytest.MonkeyP
     assert all(map(same, kept, take(9, train_pipeline(source, **WHOLE))))
 
 
-def test_a_set_stays_by_itself_only_when_it_takes_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_stays_by_itself_only_when_it_takes_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = SampleReader(photos(30), 0.0)
     needed = estimate_bytes(reader.source)
     for free, stays in ((4.1 * needed, True), (3.9 * needed, False), (0, False)):
         monkeypatch.setattr(workshop, "free_device_bytes", lambda device, free=free: free)
-        assert (build_resident("auto", reader, CPU) is not None) == stays
-        assert build_resident("off", reader, CPU) is None
+        assert (build_resident("auto", reader, CPU, 0.25) is not None) == stays
+        assert build_resident("off", reader, CPU, 0.25) is None
 
 
 def test_a_set_that_cannot_stay_is_refused_when_asked_to() -> None:
     with pytest.raises(LockstepError, match=r'GiB free; set data\.resident to "auto" or "off"'):
-        build_resident("on", SampleReader(photos(3), 0.0), CPU)
+        build_resident("on", SampleReader(photos(3), 0.0), CPU, 0.25)
 
 
 def test_the_estimate_is_the_decoded_size_and_bad_files_do_no_harm() -> None:
