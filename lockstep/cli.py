@@ -297,6 +297,35 @@ def bench_allreduce(
     )
 
 
+@bench.command("input")
+def bench_input(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A folder of photos, or one with train/; generated if not given.", metavar="SRC"),
+    ] = None,
+    image_size: Annotated[int, typer.Option(min=1, help="Side of the squares the photos are cropped to.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    threads: Annotated[int | None, typer.Option(min=1, help="Decode threads, and a peer's workers.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median counts.")] = 5,
+    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 3.0,
+    feed: Annotated[float | None, typer.Option(help="Training speed to feed, in images a second.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
+    from lockstep.bench.input import run_parent
+
+    run_parent(
+        path=path,
+        image_size=image_size,
+        batch=batch,
+        threads=threads,
+        rounds=rounds,
+        round_s=round_s,
+        feed=feed,
+        json_file=json_file,
+    )
+
+
 @bench.command("virtual")
 def bench_virtual(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,

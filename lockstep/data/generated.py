@@ -33,22 +33,33 @@ def build_generated(
 ) -> Path:
     """The image folder of the generated set, built on first use.
 
-    Image k of a split is a pure function of (split, k), of class k mod 10: a larger set contains a smaller. It is built
-    aside and renamed, so what has the final name is complete, and the first of several processes to finish wins.
+    Image k of a split is a pure function of (split, k), of class k mod 10: a larger set contains a smaller.
     """
     if min(train_images, val_images) < len(CLASSES):
         raise LockstepError(
             f"data.train_images and data.val_images must be at least {len(CLASSES)}, an image for each class."
         )
-    final = cache / f"generated-v1-{train_images}x{val_images}"
+    counts = (train_images, val_images)
+    return build_cached(
+        cache, f"generated-v1-{train_images}x{val_images}", lambda root: _write_images(root, counts, progress)
+    )
+
+
+def build_cached(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
+    """The folder of this name in the cache, written on first use.
+
+    It is built aside and renamed, so what has the final name is complete, and the first of several processes to finish
+    wins.
+    """
+    final = cache / name
     if final.is_dir():
         return final
     aside: Path | None = None
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=cache))
+        aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
         aside.chmod(0o755)
-        _write_images(aside, (train_images, val_images), progress)
+        write(aside)
         aside.rename(final)
     except OSError as error:
         if not final.is_dir():
