@@ -23,7 +23,11 @@ def has_nvjpeg() -> bool:
     if not torch.cuda.is_available() or find_spec("torchvision") is None:
         return False
     probe = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
-    return Nvjpeg(torch.device("cuda")).decode([probe], None) is not None
+    try:
+        nvjpeg = Nvjpeg(torch.device("cuda", torch.cuda.current_device()))
+        return nvjpeg.decode([probe], None) is not None
+    except (ImportError, AttributeError, RuntimeError):  # a torchvision for another PyTorch, or built without nvJPEG
+        return False
 
 
 class Nvjpeg:
