@@ -69,16 +69,16 @@ def measure_input(setting: Setting, *, rounds: int, round_s: float, say: Say = l
         for index, contestant in enumerate(build_contestants(setting)):
             measures |= _build_stages(contestant, setting, pool, is_first=index == 0, stage_s=min(STAGE_S, round_s))
             measures[contestant.name, "all"] = _build_whole(contestant, setting, round_s)
-        rates: dict[tuple[str, str], list[float]] = {key: [] for key in measures}
-        total = (rounds + 1) * len(measures)
+        # By stage, so that what is compared is measured back to back; there and back, so that nobody always leads.
+        turns = sorted(measures, key=lambda key: STAGES.index(key[1]))
+        rates: dict[tuple[str, str], list[float]] = {key: [] for key in turns}
         for number in range(rounds + 1):
-            for done, (key, measure) in enumerate(measures.items(), start=1):
-                rate = measure()
+            for done, key in enumerate(turns if number % 2 else reversed(turns), start=1):
+                rate = measures[key]()
                 if number:  # the first round is warm-up
                     rates[key].append(rate)
-                say(number * len(measures) + done, total)
-    order = sorted(rates, key=lambda key: STAGES.index(key[1]))
-    return [_build_row(name, stage, rates[name, stage], setting.threads) for name, stage in order]
+                say(number * len(turns) + done, (rounds + 1) * len(turns))
+    return [_build_row(name, stage, rates[name, stage], setting.threads) for name, stage in turns]
 
 
 def _build_row(name: str, stage: str, rates: Sequence[float], threads: int) -> Row:
