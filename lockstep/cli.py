@@ -178,7 +178,7 @@ def _show_tuning(tuning: "Tuning", file: Path, console: Console) -> None:
         console.print(f"  {trial.seconds * 1e3:8.1f} ms  a backward pass with gradients {trial.name}", highlight=False)
     for buffer, choice in zip(tuning.plan.buffers, tuning.plan.choices, strict=True):
         gradients = f"gradients {buffer.first} to {buffer.last - 1}"
-        console.print(f"  buffer of {size(4 * (buffer.end - buffer.start))}: {gradients} by {choice}", highlight=False)
+        console.print(f"  buffer of {size(buffer.num_bytes)}: {gradients} by {choice}", highlight=False)
     console.print(f"  sent {'under' if tuning.plan.overlap else 'after'} the backward pass\n", highlight=False)
 
 

@@ -266,10 +266,34 @@ class PrecisionConfig(Section):
     """In which number formats the step runs."""
 
     section = "precision"
+    only_with = {
+        "loss_scale": ("compute", ("fp16",)),
+        "initial_scale": ("compute", ("fp16",)),
+        "growth_steps": ("compute", ("fp16",)),
+        "min_scale": ("compute", ("fp16",)),
+        "max_scale": ("compute", ("fp16",)),
+    }
 
-    compute: Literal["fp32", "tf32"] = Field(
-        default="fp32", description="format of multiplications; tf32 where a GPU has it"
+    compute: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
+        default="fp32",
+        description="format of multiplications; tf32 where a GPU has it, fp16 and bf16 keep FP32 master weights",
     )
+    loss_scale: Literal["dynamic", "static"] = Field(
+        default="dynamic", description="halved by an overflow and doubled after good steps, or left alone (fp16)"
+    )
+    initial_scale: float = Field(default=2.0**16, gt=0, description="loss scale of the first step (fp16)")
+    growth_steps: int = Field(default=2000, ge=1, description="good steps after which the loss scale doubles")
+    min_scale: float = Field(default=1.0, gt=0, description="the loss scale never falls below this")
+    max_scale: float = Field(default=2.0**24, gt=0, description="the loss scale never rises above this")
+
+    @model_validator(mode="after")
+    def _is_possible(self) -> Self:
+        if self.loss_scale == "dynamic" and not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"precision.initial_scale = {show(self.initial_scale)} must lie between precision.min_scale = "
+                f"{show(self.min_scale)} and precision.max_scale = {show(self.max_scale)}"
+            )
+        return self
 
 
 class CommConfig(Section):
@@ -320,6 +344,15 @@ class TrainConfig(Section):
     )
     keep_checkpoints: int = Field(default=2, ge=1, description="how many of the last checkpoints stay")
     log_every: int = Field(default=10, ge=1, description="steps between step records")
+    own_kernels: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton is there"
+    )
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        default="auto", description="record the step and replay it in one launch, on a GPU; auto: where it is quicker"
+    )
+    compile: Literal["auto", "off", "whole", "stage", "block"] = Field(
+        default="auto", description="torch.compile the network, on a GPU; auto: tried in runs long enough to earn it"
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

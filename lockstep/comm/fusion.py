@@ -7,7 +7,7 @@ ready in the backward pass against what a buffer costs to send; the planner asks
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any
 
@@ -29,6 +29,11 @@ class Buffer:
     end: int
     first: int
     last: int
+    element_bytes: int = 4
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.end - self.start) * self.element_bytes
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,18 @@ class ReductionPlan:
     buffers: tuple[Buffer, ...]
     choices: tuple[Choice, ...]
     overlap: bool  # while backward still runs, or after it
+
+
+def add_tail(layout: Layout, buffers: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """The buffers of a layout's head, and one for all that stays FP32 behind it.
+
+    Batch norm's gradients are few, and the last of them is ready last: together with the side numbers they are one
+    short message. A buffer never holds two formats.
+    """
+    if not layout.split:
+        return tuple(buffers)
+    head = [replace(buffer, element_bytes=layout.head_element_bytes) for buffer in buffers]
+    return (*head, Buffer(layout.split, layout.numel, len(layout.head.slots), len(layout.slots)))
 
 
 def plan_buffers(layout: Layout, threshold_bytes: float, bytes_per_element: int = 4) -> tuple[Buffer, ...]:

@@ -9,7 +9,7 @@ import time
 import tomllib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -198,7 +198,7 @@ def _interpolate(curve: Sequence[tuple[int, float]], num_bytes: float) -> float:
 
 def assign_choices(buffers: Sequence[Buffer], samples: Sequence[Sample], *, overlap: bool) -> ReductionPlan:
     """The quickest choice for each buffer."""
-    choices = tuple(pick_choice(samples, 4 * (buffer.end - buffer.start))[0] for buffer in buffers)
+    choices = tuple(pick_choice(samples, buffer.num_bytes)[0] for buffer in buffers)
     return ReductionPlan(tuple(buffers), choices, overlap)
 
 
@@ -210,6 +210,8 @@ def describe_model(layout: Layout) -> str:
 def tuning_name(topology: Topology, backend: str, layout: Layout, pins: str) -> str:
     """The name under which a tuning is remembered: topology, backend, model, and what the recipe pins."""
     name = f"{topology.key()}-{backend}-{len(layout.slots)}x{layout.numel}"
+    if layout.split:
+        name += f"-{layout.split}half"
     return f"{name}-{pins}" if pins else name
 
 
@@ -223,7 +225,7 @@ def write_tuning(path: Path, tuning: Tuning) -> None:
         "seconds": tuning.seconds,
         "overlap": tuning.plan.overlap,
         "buffer": [
-            {"start": b.start, "end": b.end, "first": b.first, "last": b.last, "choice": str(choice)}
+            asdict(b) | {"choice": str(choice)}
             for b, choice in zip(tuning.plan.buffers, tuning.plan.choices, strict=True)
         ],
         "trial": [{"name": trial.name, "seconds": trial.seconds} for trial in tuning.trials],
@@ -249,7 +251,9 @@ def read_tuning(path: Path) -> Tuning | None:
     """What an earlier run measured; None when there is nothing, or nothing usable."""
     try:
         table = tomllib.loads(path.read_text())
-        buffers = tuple(Buffer(b["start"], b["end"], b["first"], b["last"]) for b in table["buffer"])
+        buffers = tuple(
+            Buffer(b["start"], b["end"], b["first"], b["last"], b.get("element_bytes", 4)) for b in table["buffer"]
+        )
         choices = tuple(Choice.parse(b["choice"]) for b in table["buffer"])
         return Tuning(
             name=table["name"],

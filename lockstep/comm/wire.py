@@ -1,7 +1,8 @@
 """The precision gradients travel in (step 7 on the walk), and what keeps half-precision sums in range.
 
-A buffer arrives in FP32 and already divided by the global batch. Cast as it is, small gradients may underflow; scaled
-up before the cast, their sum may overflow. The three divisions place that scale differently.
+A buffer arrives already divided by the global batch. Half gradients, which carry the loss scale, travel as they are.
+FP32 ones may be cast: as they are, small gradients may underflow; scaled up before the cast, their sum may overflow.
+The three divisions place that scale differently.
 """
 
 import math
@@ -16,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Wire:
-    """Sums FP32 buffers over all ranks in a chosen precision."""
+    """Sums buffers over all ranks, FP32 ones in a chosen precision."""
 
     def __init__(
         self, dtype: Literal["fp32", "fp16", "bf16"] = "fp32", division: Literal["before", "split", "fp32"] = "before"
@@ -33,12 +34,12 @@ class Wire:
 
     @property
     def is_plain(self) -> bool:
-        """Whether buffers travel as they are."""
+        """Whether all buffers travel as they are."""
         return self.dtype == torch.float32
 
     def sum(self, buffer: Tensor, algorithm: Algorithm, groups: Groups) -> None:
-        """Sum a FP32 buffer over all ranks in place."""
-        if self.is_plain or groups.num_ranks == 1:
+        """Sum a buffer over all ranks in place."""
+        if self.is_plain or buffer.dtype != torch.float32 or groups.num_ranks == 1:
             algorithm(buffer, groups)
         elif self.division == "fp32":
             self._sum_in_fp32(buffer, groups)

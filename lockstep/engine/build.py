@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.cost import Choice
-from lockstep.comm.fusion import ReductionPlan, plan_buffers
+from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
 from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology, read_cluster
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from lockstep.config import DataConfig, RunConfig
+from lockstep.config import DataConfig, PrecisionConfig, RunConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
@@ -29,13 +29,15 @@ from lockstep.models.initialize import initialize
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
+from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
-from lockstep.optim.storage import build_weights, views
+from lockstep.optim.storage import build_weights, mixed_views
 
 Progress = Callable[[int, int], None]
 Rule = Sgd | Lars | Lamb
 EVAL_BATCH = 100
+HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,16 @@ class Parts:
 
     model: nn.Module
     layout: Layout
-    weights: Tensor
+    dtype: torch.dtype  # of images and activations
+    weights: Tensor  # the FP32 master weights
+    half_weights: Tensor  # what the model computes with, over the half part of the layout
     reducer: Reducer
     hybrid: Hybrid | None  # None in a world of one
     topology: Topology
     rule: Rule
+    lr: Tensor  # of this step, on the device, so that a recorded step can read it
+    stop: Tensor  # 1 if this rank wants to stop, likewise
+    loss_scale: LossScale | None  # None unless gradients are FP16
     schedule: Schedule
     clock: Clock
     label_smoothing: float
@@ -90,25 +97,30 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
 def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision.compute == "tf32"
-    torch.backends.cudnn.benchmark = True
+    set_number_formats(config.precision)
     model = build_network(config, len(sources.train.classes))
     in_epoch, total = count_steps(config, sources.train.num_samples)
     return assemble(config, world, model, build_schedule(config, in_epoch, total))
 
 
+def set_number_formats(precision: PrecisionConfig) -> None:
+    """PyTorch's own switches: what its multiplications may round, and that its kernels are chosen by measurement."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision.compute == "tf32"
+    # The gradient of a 1×1 convolution sums over a million pixels; in half precision that sum would stall.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cudnn.benchmark = True
+
+
 def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedule) -> Parts:
     """Lay `model` out flat and put the reducer and the update rule over it."""
-    optim = config.optim
-    layout = plan_layout(
-        describe_parameters(
-            model, decay_norm_and_bias=optim.decay_norm_and_bias, adapt_norm_and_bias=optim.adapt_norm_and_bias
-        )
-    )
-    weights = build_weights(model, layout, world.device)
+    dtype = HALF.get(config.precision.compute, torch.float32)
+    layout = build_layout(config, model)
+    weights, half_weights = build_weights(model, layout, world.device, dtype)
     world.broadcast(weights)
+    half_weights.copy_(weights[: layout.split])
     parameters = dict(model.named_parameters())
-    gradients = allocate_gradients(layout.numel, world.device)
+    gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
     topology = build_topology(config, world)
     hybrid = None
     if world.size > 1:
@@ -119,7 +131,7 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
     reducer = Reducer(
         [parameters[slot.name] for slot in layout.slots],
         gradients,
-        views(gradients[: layout.numel], layout),
+        mixed_views(*gradients, layout),
         plan,
         start=hybrid.start if hybrid else None,
         pulse=world.pulse,
@@ -127,15 +139,32 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
     return Parts(
         model=model.train(),
         layout=layout,
+        dtype=dtype,
         weights=weights,
+        half_weights=half_weights,
         reducer=reducer,
         hybrid=hybrid,
         topology=topology,
         rule=build_rule(config, layout, world.device),
+        lr=torch.zeros((), device=world.device),
+        stop=torch.zeros((), device=world.device),
+        loss_scale=build_loss_scale(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),
-        label_smoothing=optim.label_smoothing,
+        label_smoothing=config.optim.label_smoothing,
         max_batch_per_rank=config.train.max_batch_per_rank,
+    )
+
+
+def build_layout(config: RunConfig, model: nn.Module) -> Layout:
+    """Where the model's parameters lie in the flat arrays."""
+    return plan_layout(
+        describe_parameters(
+            model,
+            decay_norm_and_bias=config.optim.decay_norm_and_bias,
+            adapt_norm_and_bias=config.optim.adapt_norm_and_bias,
+            half=config.precision.compute in HALF,
+        )
     )
 
 
@@ -169,7 +198,8 @@ def pinned_choice(config: RunConfig, topology: Topology) -> Choice | None:
 
 def default_plan(config: RunConfig, layout: Layout, topology: Topology) -> ReductionPlan:
     """What runs until something has been measured: the threshold rule and PyTorch's own all-reduce."""
-    buffers = plan_buffers(layout, config.comm.buffer_mb * 2**20)
+    threshold_bytes = config.comm.buffer_mb * 2**20
+    buffers = add_tail(layout, plan_buffers(layout.head, threshold_bytes, layout.head_element_bytes))
     choice = pinned_choice(config, topology) or FLAT
     return ReductionPlan(buffers, (choice,) * len(buffers), overlap=config.comm.overlap != "off")
 
@@ -213,6 +243,22 @@ def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
         beta2=optim.beta2,
         weight_decay=optim.weight_decay,
         epsilon=optim.lamb_epsilon,
+    )
+
+
+def build_loss_scale(config: RunConfig, layout: Layout, device: torch.device) -> LossScale | None:
+    """FP16 alone needs one: BF16 reaches as far as FP32."""
+    precision = config.precision
+    if precision.compute != "fp16":
+        return None
+    is_static = precision.loss_scale == "static"
+    return LossScale(
+        layout,
+        device,
+        initial=precision.initial_scale,
+        growth_steps=precision.growth_steps,
+        floor=precision.initial_scale if is_static else precision.min_scale,
+        ceiling=precision.initial_scale if is_static else precision.max_scale,
     )
 
 
@@ -261,6 +307,7 @@ def build_train_pipeline(config: RunConfig, world: World, source: ImageFolder, s
         bad_share=data.bad_share,
         decoder=data.decoder,
         resident=data.resident,
+        dtype=HALF.get(config.precision.compute, torch.float32),
     )
 
 
@@ -283,4 +330,5 @@ def build_eval_pipeline(config: RunConfig, world: World, source: ImageFolder) ->
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
         decoder="cpu",
         resident=data.resident,
+        dtype=HALF.get(config.precision.compute, torch.float32),
     )

@@ -30,14 +30,14 @@ class Accuracy:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World) -> Accuracy:
-    """Count right answers over `batches` of every rank; leaves the model in training mode."""
+def evaluate(model: nn.Module, batches: Iterable[Batch], world: World, dtype: torch.dtype = torch.float32) -> Accuracy:
+    """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode."""
     average_statistics(model, world)
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
     loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
     for batch in batches:
-        logits = model(batch.images)
+        logits = model(batch.images.to(dtype))
         counts[:2] += count_correct(logits, batch.labels, (1, 5))
         counts[2] += len(batch.labels)
         loss += cross_entropy_sum(logits, batch.labels, 0.0)

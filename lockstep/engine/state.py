@@ -55,6 +55,7 @@ def save_state(
         "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
         "rule": _name_rule(parts),
         "rule_steps": parts.rule.step_count,
+        "loss_scale": parts.loss_scale.save() if parts.loss_scale else None,
         "world_size": world.size,
         "order": dict(order),
     }
@@ -85,7 +86,11 @@ def load_state(
     counters = world.broadcast_object(counters)
     for array in (parts.weights, *parts.rule.state().values(), *parts.model.buffers()):
         world.broadcast(array)
+    parts.half_weights.copy_(parts.weights[: parts.layout.split])
     parts.rule.step_count = counters["rule_steps"]
+    # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
+    if parts.loss_scale and counters.get("loss_scale"):
+        parts.loss_scale.load(counters["loss_scale"])
     ledger = Ledger(int(counters["ledger"]["value"], 16), counters["ledger"]["count"]) if world.is_first else Ledger()
     return State(counters["step"], Cursor(**counters["cursor"]), ledger), counters["world_size"]
 

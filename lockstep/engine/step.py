@@ -13,35 +13,50 @@ STOP, LOSS, CORRECT = 0, 1, 2
 
 
 def train_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Tensor:
-    """One weight update; returns stop votes, mean loss and number of right answers over the global batch.
+    """One weight update; returns stop votes, mean loss and number of right answers over the global batch."""
+    set_knobs(parts, lr, stop)
+    run_passes(parts, batch.images, batch.labels, batch.global_size)
+    parts.clock.mark("compute")
+
+    parts.reducer.finish()
+    parts.clock.mark("communicate")
+
+    update_weights(parts)
+    parts.clock.mark("compute")
+    return parts.reducer.side
+
+
+def set_knobs(parts: Parts, lr: float, stop: bool) -> None:
+    """What changes from step to step goes to the device first, where a recorded step reads it too."""
+    parts.lr.fill_(lr)
+    parts.stop.fill_(stop)
+
+
+def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -> None:
+    """Forward and backward over this rank's share; hooks send each buffer as it fills.
 
     Every rank divides by the *global* batch and the reducer sums, so uneven shares average exactly.
     """
-    model, reducer, clock = parts.model, parts.reducer, parts.clock
+    reducer, scale = parts.reducer, parts.loss_scale
     reducer.begin()
-    reducer.side[STOP] = float(stop)
-    for images, labels, is_last in split_batch(batch, parts.max_batch_per_rank):
-        logits = model(images)
-        loss = cross_entropy_sum(logits, labels, parts.label_smoothing) / batch.global_size
+    reducer.side[STOP] = parts.stop
+    for part, is_last in split_batch(len(labels), parts.max_batch_per_rank):
+        logits = parts.model(images[part].to(parts.dtype))
+        loss = cross_entropy_sum(logits, labels[part], parts.label_smoothing) / global_size
         reducer.side[LOSS] += loss.detach()
-        reducer.side[CORRECT] += count_correct(logits, labels, (1,))[0]
+        reducer.side[CORRECT] += count_correct(logits, labels[part], (1,))[0]
         if is_last:
             reducer.arm()
-        loss.backward()  # hooks send each buffer as it fills
-    clock.mark("compute")
-
-    reducer.finish()
-    clock.mark("communicate")
-
-    parts.rule.step(parts.weights, reducer.gradients, lr)
-    clock.mark("compute")
-    return reducer.side
+        loss.backward(scale.factor if scale else None)
 
 
-def split_batch(batch: Batch, max_size: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """The batch in passes of at most `max_size` samples that differ by at most one; nothing for an empty batch."""
-    count = len(batch.labels)
+def update_weights(parts: Parts) -> None:
+    """Summed gradients → master weights → the weights the model reads."""
+    parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
+
+
+def split_batch(count: int, max_size: int) -> Iterator[tuple[slice, bool]]:
+    """`count` samples in passes of at most `max_size` that differ by at most one; nothing for an empty batch."""
     num_passes = -(-count // max_size)
     for index in range(num_passes):
-        part = slice(count * index // num_passes, count * (index + 1) // num_passes)
-        yield batch.images[part], batch.labels[part], index == num_passes - 1
+        yield slice(count * index // num_passes, count * (index + 1) // num_passes), index == num_passes - 1

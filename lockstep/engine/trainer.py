@@ -19,13 +19,15 @@ from lockstep.data.order import Ledger, expected_ledger, mix
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.evaluate import evaluate
+from lockstep.engine.execution import Step, choose_execution
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
-from lockstep.engine.step import CORRECT, LOSS, STOP, train_step
+from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.engine.timing import Kind
 from lockstep.engine.tune import default_tuning_folder, describe_tuning, tune_parts
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, Sink, StepDone
+from lockstep.optim.doctor import Doctor
 
 Status = Literal["finished", "interrupted"]
 TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
@@ -90,7 +92,8 @@ class Trainer:
         self.spent = Window()  # all later ones
         self.window = Window()  # since the last step record
         self.rank_times: list[RankTimes] = []  # of every window
-        self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window
+        self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
+        self.doctor: Doctor | None = None
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.input = InputReport(world, sink)
         self.unsaved = ""  # why the last checkpoint could not be written
@@ -101,11 +104,14 @@ class Trainer:
         self._say_started(start)
         try:
             self._tune()
+            step = choose_execution(
+                self.config, self.parts, self.world, self.total_steps - self.state.step, self._inform
+            )
             with (
                 build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline,
                 build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
             ):
-                status = self._loop(pipeline)
+                status = self._loop(pipeline, step)
                 self.input.say_means(pipeline)
         except BaseException as error:
             self._say_ended("failed", start, reason=str(error))
@@ -120,10 +126,15 @@ class Trainer:
         """Choose how gradients travel; the run remembers, so that it adds in the same order when it goes on."""
         tuning = tune_parts(self.config, self.parts, self.world, [self.folder / "tuning.toml", default_tuning_folder()])
         if tuning:
-            self._emit(Notice(level="info", text=describe_tuning(tuning)))
+            self._inform(describe_tuning(tuning))
 
-    def _loop(self, pipeline: TrainPipeline) -> Status:
+    def _inform(self, text: str) -> None:
+        self._emit(Notice(level="info", text=text))
+
+    def _loop(self, pipeline: TrainPipeline, take_step: Step) -> Status:
         state, parts, clock = self.state, self.parts, self.parts.clock
+        if parts.loss_scale:
+            self.doctor = Doctor(parts.layout, parts.loss_scale)
         clock.take()
         while not self._is_last:
             batch = next(pipeline)
@@ -132,11 +143,11 @@ class Trainer:
             self._seed_dropout()
             if self._is_evaluated(state.step + 1):
                 self.evaluation.prepare()
-            side = train_step(parts, batch, lr, stop=bool(self.stop.signal))
+            side = take_step(batch, lr, bool(self.stop.signal))
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
-            self.tally += side
+            self.tally += parts.loss_scale.drop_skipped(side) if parts.loss_scale else side
             self.window.steps += 1
             self.window.images += batch.global_size
             stopping = self._read_vote(side) and not self._is_last
@@ -194,8 +205,9 @@ class Trainer:
         window, state = self.window, self.state
         window.seconds = self.parts.clock.take()
         tally = self.tally.tolist()
-        loss = tally[LOSS] / window.steps
-        if not math.isfinite(loss):
+        num_good = window.steps - self._examine()
+        loss = tally[LOSS] / num_good if num_good else math.nan
+        if num_good and not math.isfinite(loss):
             raise SharedError(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
                 "lengthen optim.warmup."
@@ -205,7 +217,7 @@ class Trainer:
                 step=state.step,
                 epoch=self._epoch,
                 loss=loss,
-                top1=tally[CORRECT] / window.images,
+                top1=tally[CORRECT] / window.images * window.steps / max(1, num_good),
                 lr=lr,
                 images_per_second=window.images / window.total_s,
                 input_s=window.seconds["input"] / window.steps,
@@ -218,6 +230,17 @@ class Trainer:
         self.rank_times.append(window.rank_times)
         self.window = Window()
         self.tally.zero_()
+
+    def _examine(self) -> int:
+        """Say what the loss scale's doctor has to say; returns how many steps of the window were skipped."""
+        if self.doctor is None:
+            return 0
+        diagnosis = self.doctor.examine()
+        if diagnosis.is_stalled:
+            raise SharedError(diagnosis.text)
+        if diagnosis.text:
+            self._emit(Notice(level="warning" if diagnosis.is_at_floor else "info", text=diagnosis.text))
+        return diagnosis.num_skipped
 
     def _certify(self, epoch: int, pipeline: TrainPipeline) -> None:
         """Prove that the epoch's ledger over all ranks is that of every sample exactly once."""
@@ -237,7 +260,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         start = time.perf_counter()
-        result = evaluate(self.parts.model, self.evaluation, self.world)
+        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype)
         self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(
@@ -288,9 +311,7 @@ class Trainer:
                 "--set train.duration=… with a longer one."
             )
         ranks = f"{self.world.size} rank{'s' if self.world.size > 1 else ''}"
-        self._emit(
-            Notice(level="info", text=f"Going on from step {self.state.step} on {ranks}; {wrote} wrote the checkpoint.")
-        )
+        self._inform(f"Going on from step {self.state.step} on {ranks}; {wrote} wrote the checkpoint.")
 
     def _emit(self, event: Event) -> None:
         self.sink.emit(event)
@@ -358,6 +379,6 @@ class Trainer:
         waited = self.world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
         links = measure_links(self.world, topology) if waited > NOTABLE_SHARE else []
         nodes = [topology.node_of(rank) for rank in range(self.world.size)]
-        num_bytes = 4 * self.parts.layout.numel
+        num_bytes = self.parts.layout.gradient_bytes
         straggler = find_straggler(times, spent.total_s / spent.steps, links, num_bytes, nodes)
         return straggler.text if straggler else ""

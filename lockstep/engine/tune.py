@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.cost import Sample
-from lockstep.comm.fusion import Buffer, ReductionPlan, plan_buffers, plan_merged, plan_two_segments
+from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
 from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.tuner import (
     MARGIN,
@@ -38,10 +38,9 @@ from lockstep.data.generated import default_cache
 from lockstep.data.order import Cursor, share
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, pinned_choice
-from lockstep.engine.step import split_batch
+from lockstep.engine.step import run_passes
 from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout
-from lockstep.optim.loss import cross_entropy_sum
 from lockstep.optim.schedule import Schedule
 
 # The share of the time for tuning that goes to single messages; the rest tries whole plans.
@@ -121,18 +120,18 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     start = time.perf_counter()
     topology = parts.topology
     budget_s = config.comm.tune_s
-    batch = _empty_batch(config, world)
+    batch = fake_batch(config, world)
     statistics = [buffer.clone() for buffer in parts.model.buffers()]
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
-    samples = measure_choices(hybrid, world, choices, list_sizes(4 * parts.layout.numel), MESSAGE_SHARE * budget_s)
+    samples = measure_choices(hybrid, world, choices, list_sizes(parts.layout.gradient_bytes), MESSAGE_SHARE * budget_s)
     ready_s = world.broadcast_object(_measure_ready(parts, batch))
     plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples))
     plans = world.broadcast_object(plans)
     left_s = world.broadcast_object(budget_s - (time.perf_counter() - start))
     trials = _try_plans(parts, hybrid, world, batch, plans, left_s)
     for buffer, before in zip(parts.model.buffers(), statistics, strict=True):
-        buffer.copy_(before)  # empty images are no statistics
+        buffer.copy_(before)  # noise is no statistics
     best = pick_trial(trials)
     tuning = Tuning(
         name=name,
@@ -162,22 +161,24 @@ def propose_plans(
     def predict(num_bytes: int) -> float:
         return pick_choice(samples, num_bytes)[1]
 
+    head, width = layout.head, layout.head_element_bytes
+    ready_s = ready_s[: len(head.slots)]
     rules: dict[str, Callable[[], tuple[Buffer, ...]]] = {
-        "merged": lambda: plan_merged(layout, ready_s, predict),
-        "two-segments": lambda: plan_two_segments(layout, ready_s, predict),
-        "threshold": lambda: plan_buffers(layout, comm.buffer_mb * 2**20),
+        "merged": lambda: plan_merged(head, ready_s, predict, width),
+        "two-segments": lambda: plan_two_segments(head, ready_s, predict, width),
+        "threshold": lambda: plan_buffers(head, comm.buffer_mb * 2**20, width),
     }
     plans: dict[str, ReductionPlan] = {}
     if comm.algorithm == "auto" and comm.fusion == "auto" and comm.overlap != "off":
-        buffers = plan_buffers(layout, comm.buffer_mb * 2**20)
+        buffers = add_tail(layout, rules["threshold"]())
         plans[PLAIN] = ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True)
     if comm.overlap != "on" and comm.fusion == "auto":
-        whole = plan_buffers(layout, float("inf"))
+        whole = add_tail(layout, plan_buffers(head, float("inf")))
         plans["one buffer, after backward"] = assign_choices(whole, samples, overlap=False)
     for name, rule in rules.items():
         if comm.fusion not in ("auto", name):
             continue
-        buffers = rule()
+        buffers = add_tail(layout, rule())
         for overlap in (True, False):
             if (comm.overlap == "on" and not overlap) or (comm.overlap == "off" and overlap):
                 continue
@@ -189,11 +190,12 @@ def propose_plans(
     return plans
 
 
-def _empty_batch(config: RunConfig, world: World) -> Batch:
-    """A batch like this rank's, of nothing."""
+def fake_batch(config: RunConfig, world: World) -> Batch:
+    """A batch like this rank's, of noise: empty images would let a GPU run faster than real ones do."""
     start, stop = share(config.train.global_batch, world.rank, world.size)
     size = config.data.image_size
-    images = torch.zeros(stop - start, 3, size, size, device=world.device)
+    generator = torch.Generator(world.device).manual_seed(world.rank)
+    images = torch.randn(stop - start, 3, size, size, device=world.device, generator=generator)
     return Batch(
         images=images.contiguous(memory_format=torch.channels_last),
         labels=torch.zeros(stop - start, dtype=torch.int64, device=world.device),
@@ -206,12 +208,7 @@ def _empty_batch(config: RunConfig, world: World) -> Batch:
 
 def _run_backward(parts: Parts, batch: Batch) -> None:
     """A step without an update."""
-    parts.reducer.begin()
-    for images, labels, is_last in split_batch(batch, parts.max_batch_per_rank):
-        loss = cross_entropy_sum(parts.model(images), labels) / batch.global_size
-        if is_last:
-            parts.reducer.arm()
-        loss.backward()
+    run_passes(parts, batch.images, batch.labels, batch.global_size)
     parts.reducer.finish()
 
 

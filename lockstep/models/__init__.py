@@ -5,9 +5,9 @@ from torch import nn
 from lockstep.errors import LockstepError
 from lockstep.models.alexnet import build_alexnet
 from lockstep.models.initialize import initialize
-from lockstep.models.resnet import STRIDE, Stem, build_resnet
+from lockstep.models.resnet import STRIDE, StemName, build_resnet
 
-__all__ = ["build_model", "initialize"]
+__all__ = ["build_model", "initialize", "set_fused"]
 
 RESNET_DEPTHS = {f"resnet{depth}": depth for depth in (18, 34, 50, 101, 152)}
 
@@ -17,7 +17,7 @@ def build_model(
     num_classes: int,
     *,
     image_size: int,
-    stem: Stem = "imagenet",
+    stem: StemName = "imagenet",
     width: int = 64,
     zero_init_residual: bool = True,
     batch_norm: bool = True,
@@ -35,3 +35,10 @@ def build_model(
             "enlarge data.image_size" + (" or set model.stem = 'cifar'." if stem == "imagenet" else ".")
         )
     return build_resnet(RESNET_DEPTHS[name], num_classes, stem, width, zero_init_residual)
+
+
+def set_fused(model: nn.Module, fused: bool) -> None:
+    """Train with the fused kernels, wherever the network has any, or with PyTorch's own operations."""
+    for module in model.modules():
+        if hasattr(module, "fused"):
+            module.fused = fused  # type: ignore[assignment]

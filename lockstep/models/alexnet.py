@@ -8,6 +8,7 @@ LRN followed: that is the usual AlexNet-BN, and with it the paper's cut after te
 from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
+from lockstep.models.norm import BatchNorm, BatchNormRelu
 
 FULLY_CONNECTED = 4096
 
@@ -30,8 +31,7 @@ def _convolution(
 ) -> list[nn.Module]:
     """Convolution, batch norm (which makes the bias needless) where asked, ReLU."""
     convolution = nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=not batch_norm)
-    norm: list[nn.Module] = [nn.BatchNorm2d(out_channels)] if batch_norm else []
-    return [convolution, *norm, nn.ReLU(inplace=True)]
+    return [convolution, BatchNormRelu(out_channels) if batch_norm else nn.ReLU(inplace=True)]
 
 
 def pool5_side(image_size: int) -> int:
@@ -62,7 +62,7 @@ def build_alexnet(
         *_convolution(384, 384, 3, batch_norm, padding=1),
         *_convolution(384, 256, 3, batch_norm, padding=1),
         nn.MaxPool2d(3, stride=2),
-        *([nn.BatchNorm2d(256)] if batch_norm and pool5_batch_norm else []),
+        *([BatchNorm(256)] if batch_norm and pool5_batch_norm else []),
     )
     classifier = nn.Sequential(
         nn.Linear(256 * side * side, FULLY_CONNECTED),

@@ -8,22 +8,54 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-Stem = Literal["imagenet", "cifar"]
+from lockstep.models.norm import BatchNorm, Pair
+
+StemName = Literal["imagenet", "cifar"]
 
 # Pixels of the image to one pixel of the last stage.
-STRIDE: dict[Stem, int] = {"imagenet": 32, "cifar": 8}
+STRIDE: dict[StemName, int] = {"imagenet": 32, "cifar": 8}
+
+
+class Pointwise(nn.Conv2d):
+    """A 1×1 convolution: over channels-last pixels a plain matrix product, which cuBLAS does faster than cuDNN."""
+
+    fused = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.fused:
+            return super().forward(x)
+        return functional.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1)).permute(0, 3, 1, 2)
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     """A convolution that keeps the size at stride 1, without the bias that batch norm would cancel."""
-    return nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+    kind = Pointwise if kernel == stride == 1 else nn.Conv2d
+    return kind(in_channels, out_channels, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class Stem(nn.Conv2d):
+    """The first convolution; it also takes images with empty channels added, which tensor cores read faster."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        extra = images.shape[1] - self.in_channels
+        weight = functional.pad(self.weight, (0, 0, 0, 0, 0, extra)) if extra else self.weight
+        return functional.conv2d(images, weight, None, self.stride, self.padding)
 
 
 def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
     """The projection of a block that changes the shape; None where the shortcut is the identity."""
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), BatchNorm(out_channels))
+
+
+def _project(downsample: nn.Sequential | None, x: Tensor) -> tuple[Tensor, BatchNorm | None]:
+    """The shortcut before its norm, and that norm; x itself where there is no projection."""
+    if downsample is None:
+        return x, None
+    convolution, norm = downsample
+    assert isinstance(norm, BatchNorm)
+    return convolution(x), norm
 
 
 class BasicBlock(nn.Module):
@@ -34,20 +66,19 @@ class BasicBlock(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
         self.conv1 = _convolution(in_channels, channels, 3, stride)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = BatchNorm(channels)
         self.conv2 = _convolution(channels, channels, 3)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm(channels)
         self.downsample = _shortcut(in_channels, channels, stride)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> BatchNorm:
         return self.bn2
 
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = functional.relu_(self.bn1(self.conv1(x)))
-        x = self.bn2(self.conv2(x))
-        return functional.relu_(x.add_(shortcut))
+    def forward(self, pair: Pair) -> Pair:
+        x, shortcut = pair
+        x = self.bn1.relu(self.conv1(x))
+        return self.bn2.add_relu(self.conv2(x), *_project(self.downsample, shortcut))
 
 
 class Bottleneck(nn.Module):
@@ -59,23 +90,22 @@ class Bottleneck(nn.Module):
         super().__init__()
         out_channels = channels * self.expansion
         self.conv1 = _convolution(in_channels, channels, 1)
-        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn1 = BatchNorm(channels)
         self.conv2 = _convolution(channels, channels, 3, stride)
-        self.bn2 = nn.BatchNorm2d(channels)
+        self.bn2 = BatchNorm(channels)
         self.conv3 = _convolution(channels, out_channels, 1)
-        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.bn3 = BatchNorm(out_channels)
         self.downsample = _shortcut(in_channels, out_channels, stride)
 
     @property
-    def last_norm(self) -> nn.BatchNorm2d:
+    def last_norm(self) -> BatchNorm:
         return self.bn3
 
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = functional.relu_(self.bn1(self.conv1(x)))
-        x = functional.relu_(self.bn2(self.conv2(x)))
-        x = self.bn3(self.conv3(x))
-        return functional.relu_(x.add_(shortcut))
+    def forward(self, pair: Pair) -> Pair:
+        x, shortcut = pair
+        x = self.bn1.relu(self.conv1(x))
+        x = self.bn2.relu(self.conv2(x))
+        return self.bn3.add_relu(self.conv3(x), *_project(self.downsample, shortcut))
 
 
 Block = type[BasicBlock] | type[Bottleneck]
@@ -93,20 +123,23 @@ PLANS: dict[int, tuple[Block, tuple[int, int, int, int]]] = {
 class ResNet(nn.Module):
     """A stem, four stages, the mean over the image, a classifier; later stages halve the side, double the channels."""
 
+    fused = False  # as in the modules below, by `set_fused`
+
     def __init__(
         self,
         block: Block,
         stage_blocks: tuple[int, int, int, int],
         num_classes: int,
-        stem: Stem,
+        stem: StemName,
         width: int,
         zero_init_residual: bool,
     ) -> None:
         super().__init__()
         self.zero_init_residual = zero_init_residual  # read by `initialize`
-        self.conv1 = _convolution(3, width, 7, stride=2) if stem == "imagenet" else _convolution(3, width, 3)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if stem == "imagenet" else nn.Identity()
+        kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
+        self.conv1 = Stem(3, width, kernel, stride, padding=kernel // 2, bias=False)
+        self.bn1 = BatchNorm(width)
+        self.pools = stem == "imagenet"
         out = width * block.expansion  # channels out of the first stage
         self.layer1 = _stage(block, stage_blocks[0], width, width, stride=1)
         self.layer2 = _stage(block, stage_blocks[1], out, 2 * width, stride=2)
@@ -115,9 +148,15 @@ class ResNet(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * out, num_classes)
 
+    @property
+    def input_channels(self) -> int:
+        """How many channels images best have: four with the fused kernels, the last of them empty."""
+        return 4 if self.fused else 3
+
     def forward(self, images: Tensor) -> Tensor:
-        x = self.maxpool(functional.relu_(self.bn1(self.conv1(images))))
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        x = self.conv1(images)
+        pair = self.bn1.relu_pool(x) if self.pools else (y := self.bn1.relu(x), y)
+        x, _ = self.layer4(self.layer3(self.layer2(self.layer1(pair))))
         logits: Tensor = self.fc(self.avgpool(x).flatten(1))
         return logits
 
@@ -129,7 +168,7 @@ def _stage(block: Block, num_blocks: int, in_channels: int, channels: int, strid
 
 
 def build_resnet(
-    depth: int, num_classes: int, stem: Stem = "imagenet", width: int = 64, zero_init_residual: bool = True
+    depth: int, num_classes: int, stem: StemName = "imagenet", width: int = 64, zero_init_residual: bool = True
 ) -> ResNet:
     """Build a ResNet; `width` scales every stage, 64 being the published network."""
     block, stage_blocks = PLANS[depth]

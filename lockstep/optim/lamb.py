@@ -4,7 +4,7 @@ m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  m̂ = 
 r = m̂/(√v̂ + ε) + wd·w;  w ← w − lr·(‖w‖/‖r‖)·r.
 """
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +25,33 @@ class Lamb(Rule):
         beta2: float = 0.999,
         epsilon: float = 1e-6,
         weight_decay: float = 1e-4,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(layout, device, ("first_moment", "second_moment"))
+        super().__init__(layout, device, ("first_moment", "second_moment"), fused)
         self.beta1 = beta1
         self.beta2 = beta2
         self.epsilon = epsilon  # above zero: between the slots r is 0/(0 + ε)
         self.weight_decay = weight_decay
 
-    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
-        """Update the weights in place; the gradients are left as scratch."""
-        self.step_count += 1
+    def constants(self) -> dict[str, Any]:
+        return {
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "epsilon": self.epsilon,
+            "weight_decay": self.weight_decay,
+        }
+
+    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
         slots = self.segments
         m, v = self._state["first_moment"], self._state["second_moment"]
         m.lerp_(gradients, 1.0 - self.beta1)
         v.mul_(self.beta2).addcmul_(gradients, gradients, value=1.0 - self.beta2)
 
-        m_correction = 1.0 - self.beta1**self.step_count
-        v_correction = 1.0 - self.beta2**self.step_count
+        t = self._count.double() + 1  # in FP64: in FP32, 1 − β₂ᵗ would lose half its digits to cancellation
+        m_correction = 1.0 - self.beta1**t
+        v_correction = 1.0 - self.beta2**t
         r = torch.sqrt(v, out=gradients)
-        r.div_(math.sqrt(v_correction)).add_(self.epsilon)
+        r.div_(v_correction.sqrt()).add_(self.epsilon)
         torch.div(m, r, out=r).div_(m_correction)
         slots.add_decay(r, weights, self.weight_decay)
 

@@ -3,6 +3,8 @@
 λ = η·‖w‖ / (‖g‖ + wd·‖w‖ + ε);  v ← m·v + lr·λ·(g + wd·w);  w ← w − v.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,16 +24,23 @@ class Lars(Rule):
         weight_decay: float = 1e-4,
         trust_coefficient: float = 0.001,
         epsilon: float = 0.0,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(layout, device, ("momentum",))
+        super().__init__(layout, device, ("momentum",), fused)
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.trust_coefficient = trust_coefficient
         self.epsilon = epsilon
 
-    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
-        """Update the weights in place; the gradients are left as scratch."""
-        self.step_count += 1
+    def constants(self) -> dict[str, Any]:
+        return {
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "trust_coefficient": self.trust_coefficient,
+            "epsilon": self.epsilon,
+        }
+
+    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
         slots = self.segments
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
         decayed_norm = g_norm + self.weight_decay * slots.decay * w_norm

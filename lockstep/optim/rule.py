@@ -1,16 +1,24 @@
 """What every update rule is: state arrays over the layout, and a step in place; step 9 of the walk.
 
-A rule sees weights and gradients as flat FP32 arrays with zeros between the slots. It may use the gradients as scratch.
+A rule sees weights and gradients as flat arrays with zeros between the slots. On a GPU one fused update of
+`kernels/flat_update.py` does all of it; the plain version here is its documentation and its oracle: cast the gradients
+to FP32, unscale, update, and put everything back if they were not finite.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import LockstepError
+from lockstep.kernels import has_triton
 from lockstep.layout import Layout, align
+from lockstep.optim.loss_scale import LossScale
+
+if TYPE_CHECKING:
+    from lockstep.kernels.flat_update import FlatUpdate
 
 # On the CPU a norm adds up in FP32, element after element: over the 38 M of AlexNet's fc6 it is off by 2e-3, over
 # pieces of this size by less than 1e-6.
@@ -59,14 +67,80 @@ class Segments:
 class Rule(ABC):
     """An update rule and its state."""
 
-    def __init__(self, layout: Layout, device: torch.device | str, state_names: tuple[str, ...]) -> None:
+    def __init__(
+        self, layout: Layout, device: torch.device | str, state_names: tuple[str, ...], fused: bool | None
+    ) -> None:
+        """`fused`: by the kernels or by the plain version; None lets the device decide."""
+        device = torch.device(device)
+        self.layout = layout
         self.segments = Segments(layout, device)
-        self.step_count = 0
+        self.is_fused = device.type == "cuda" and has_triton() if fused is None else fused
+        self._kernels: FlatUpdate | None = None
+        self._count = torch.zeros((), device=device)  # on the device, because only there is known what was skipped
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
 
+    @torch.no_grad()
+    def step(
+        self,
+        weights: Tensor,
+        gradients: tuple[Tensor, Tensor],
+        lr: Tensor,
+        half_weights: Tensor | None = None,
+        scale: LossScale | None = None,
+    ) -> None:
+        """Update the master weights and their half copy in place; the gradients are left as scratch.
+
+        `gradients` are the half ones over [0, split) of the layout and the FP32 ones behind them, both times `scale`.
+        With a scale a step whose gradients are not finite changes nothing but the scale.
+        """
+        if self.is_fused:
+            kernels = self._kernels = self._kernels or self._fuse()
+            kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self._count, scale)
+            return
+        flat = self._to_fp32(*gradients)
+        if scale is None:
+            self._update(weights, flat, lr)
+            self._count += 1
+        else:
+            self._update_if_finite(weights, flat, lr, scale)
+        if half_weights is not None and half_weights.numel():
+            half_weights.copy_(weights[: self.layout.split])
+
     @abstractmethod
-    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
-        """Update the weights in place; the gradients are left as scratch."""
+    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
+        """One step on flat FP32 arrays, the gradients used as scratch; `_count` is that of the steps before."""
+
+    @abstractmethod
+    def constants(self) -> dict[str, Any]:
+        """The numbers of the rule, by the names the fused kernels know them by."""
+
+    def _update_if_finite(self, weights: Tensor, gradients: Tensor, lr: Tensor, scale: LossScale) -> None:
+        gradients.mul_(1.0 / scale.factor)
+        counts = scale.settle(self.segments.norms(gradients).isfinite())
+        arrays = (weights, *self._state.values())
+        before = [array.clone() for array in arrays]
+        self._update(weights, gradients, lr)
+        for array, old in zip(arrays, before, strict=True):
+            torch.where(counts, array, old, out=array)
+        self._count += counts
+
+    def _to_fp32(self, half: Tensor, full: Tensor) -> Tensor:
+        """All gradients in one FP32 array; the FP32 one itself where there are no others."""
+        return torch.cat([half.float(), full]) if half.numel() else full
+
+    def _fuse(self) -> "FlatUpdate":
+        from lockstep.kernels.flat_update import FlatUpdate
+
+        return FlatUpdate(self.layout, self._count.device, type(self).__name__.lower(), **self.constants())
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken, without those skipped; asking waits for the device."""
+        return int(self._count.item())
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._count.fill_(count)
 
     def state(self) -> dict[str, Tensor]:
         """The flat state arrays by name, not copied: with `step_count`, all that a rule remembers."""

@@ -3,6 +3,8 @@
 d = g + wd·w;  v ← m·v + d;  w ← w − lr·v, or with Nesterov's momentum w ← w − lr·(d + m·v).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,15 +23,18 @@ class Sgd(Rule):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 1e-4,
+        fused: bool | None = None,
     ) -> None:
-        super().__init__(layout, device, ("momentum",))
+        super().__init__(layout, device, ("momentum",), fused)
         self.momentum = momentum
         self.nesterov = nesterov
         self.weight_decay = weight_decay
 
-    def step(self, weights: Tensor, gradients: Tensor, lr: float) -> None:
-        """Update the weights in place, in PyTorch's own one-pass kernel: half the time of three array operations."""
-        self.step_count += 1
+    def constants(self) -> dict[str, Any]:
+        return {"momentum": self.momentum, "nesterov": self.nesterov, "weight_decay": self.weight_decay}
+
+    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
+        """In PyTorch's own one-pass kernel: half the time of three array operations."""
         for decay, weight_decay in ((True, self.weight_decay), (False, 0.0)):
             w, g, v = (self.segments.where_decay(a, decay) for a in (weights, gradients, self._state["momentum"]))
             if not w:

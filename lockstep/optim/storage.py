@@ -1,7 +1,8 @@
-"""A model's parameters as a flat array over one layout; built once, before step 0 of the walk.
+"""A model's parameters as flat arrays over one layout; built once, before step 0 of the walk.
 
-Afterwards every parameter is a view: the update rule writes the weights the model reads. Gradients live in a flat
-array over the same layout that the reducer owns; batch-norm statistics stay ordinary tensors.
+Afterwards every parameter is a view: the update rule writes the weights the model reads. FP32 parameters are views of
+the master weights themselves, half ones of a flat half array beside them. Gradients live in flat arrays over the same
+layout that the reducer owns; batch-norm statistics stay ordinary tensors.
 """
 
 from collections.abc import Mapping
@@ -14,25 +15,41 @@ from lockstep.layout import Layout, Slot
 
 
 @torch.no_grad()
-def build_weights(model: nn.Module, layout: Layout, device: torch.device | str) -> Tensor:
-    """Move the model to the device and its parameters, values kept, into the slots of one flat FP32 array."""
+def build_weights(
+    model: nn.Module, layout: Layout, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Move the model to the device and its parameters, values kept, into the slots of flat arrays.
+
+    Returns the FP32 master weights over the layout and the half weights (of `dtype`) over its half part.
+    """
     model.to(device)
-    weights = torch.zeros(layout.numel, device=device)
+    master = torch.zeros(layout.numel, device=device)
+    half = torch.zeros(layout.split, dtype=dtype, device=device)
     parameters = dict(model.named_parameters())
-    for slot, view in zip(layout.slots, views(weights, layout), strict=True):
+    own = mixed_views(half, master[layout.split :], layout)
+    for slot, master_view, view in zip(layout.slots, views(master, layout), own, strict=True):
         parameter = parameters[slot.name]
-        view.copy_(parameter)
+        master_view.copy_(parameter)
         parameter.data = view
-    return weights
+    half.copy_(master[: layout.split])
+    return master, half
 
 
 def views(flat: Tensor, layout: Layout) -> list[Tensor]:
     """Each slot of a flat array as a tensor of its parameter's shape; convolution weights lie channels-last."""
-    return [_view(flat, slot) for slot in layout.slots]
+    return [_view(flat, slot, slot.offset) for slot in layout.slots]
 
 
-def _view(flat: Tensor, slot: Slot) -> Tensor:
-    values = flat[slot.offset : slot.end]
+def mixed_views(half: Tensor, full: Tensor, layout: Layout) -> list[Tensor]:
+    """The same over two arrays: `half` over elements [0, split) of the layout, `full` from there on."""
+    return [
+        _view(half, slot, slot.offset) if slot.half else _view(full, slot, slot.offset - layout.split)
+        for slot in layout.slots
+    ]
+
+
+def _view(flat: Tensor, slot: Slot, start: int) -> Tensor:
+    values = flat[start : start + slot.numel]
     if len(slot.shape) != 4:
         return values.view(slot.shape)
     out_channels, in_channels, height, width = slot.shape
@@ -41,9 +58,8 @@ def _view(flat: Tensor, slot: Slot) -> Tensor:
 
 def named_arrays(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
     """A copy of every slot by parameter name, in forward order and the usual strides: the form of a checkpoint."""
-    named = zip(layout.slots, views(flat, layout), strict=True)
-    copies = {slot.name: view.clone(memory_format=torch.contiguous_format) for slot, view in named}
-    return dict(reversed(copies.items()))
+    named = sorted(zip(layout.slots, views(flat, layout), strict=True), key=lambda pair: -pair[0].depth)
+    return {slot.name: view.clone(memory_format=torch.contiguous_format) for slot, view in named}
 
 
 @torch.no_grad()

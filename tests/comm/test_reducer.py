@@ -13,7 +13,7 @@ from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
 from lockstep.layout import plan_layout
 from lockstep.optim.groups import describe_parameters
-from lockstep.optim.storage import build_weights, views
+from lockstep.optim.storage import build_weights, mixed_views
 from tests.ranks import run_ranks, world_of_one
 
 
@@ -29,14 +29,20 @@ def samples(count: int) -> torch.Tensor:
 
 
 def reduce_once(
-    world: World, shares: list[int], threshold: float, overlap: bool, passes: int = 1, choice: Choice = FLAT
+    world: World,
+    shares: list[int],
+    threshold: float,
+    overlap: bool,
+    passes: int = 1,
+    choice: Choice = FLAT,
+    late: bool = False,
 ) -> tuple[dict[str, torch.Tensor], float]:
     model = build_network()
     layout = plan_layout(describe_parameters(model))
     build_weights(model, layout, world.device)
-    array = allocate_gradients(layout.numel, world.device)
+    gradients = allocate_gradients(layout.numel, world.device)
     parameters = dict(model.named_parameters())
-    slots = views(array[: layout.numel], layout)
+    slots = mixed_views(*gradients, layout)
     buffers = plan_buffers(layout, threshold)
     plan = ReductionPlan(buffers, (choice,) * len(buffers), overlap)
     hybrid = None
@@ -45,11 +51,12 @@ def reduce_once(
         hybrid.prepare(plan.choices)
     reducer = Reducer(
         [parameters[slot.name] for slot in layout.slots],
-        array,
+        gradients,
         slots,
         plan,
         start=hybrid.start if hybrid else None,
     )
+    reducer.copies_late |= late
     start = sum(shares[: world.rank])
     own = samples(sum(shares))[start : start + shares[world.rank]]
     for _ in range(2):  # the second step must not remember the first
@@ -109,5 +116,12 @@ def test_every_rank_holds_bit_identical_sums() -> None:
 
 def test_one_rank_needs_no_group() -> None:
     named, _ = reduce_once(world_of_one(), [6], 1.0, True)
+    for name, gradient in expected(6).items():
+        torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_copied_all_at_once_are_the_same(passes: int) -> None:
+    named, _ = reduce_once(world_of_one(), [6], 1.0, False, passes, late=True)
     for name, gradient in expected(6).items():
         torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)

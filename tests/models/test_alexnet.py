@@ -8,6 +8,7 @@ from torch import nn
 
 from lockstep.errors import LockstepError
 from lockstep.models.alexnet import AlexNet, build_alexnet
+from lockstep.models.norm import BatchNorm, BatchNormRelu
 
 
 def build_on_meta(**settings: Any) -> AlexNet:
@@ -16,7 +17,15 @@ def build_on_meta(**settings: Any) -> AlexNet:
 
 
 def kinds(model: AlexNet) -> str:
-    letters = {nn.Conv2d: "C", nn.BatchNorm2d: "B", nn.ReLU: "R", nn.MaxPool2d: "P", nn.Linear: "F", nn.Dropout: "D"}
+    letters = {
+        nn.Conv2d: "C",
+        BatchNorm: "B",
+        BatchNormRelu: "BR",
+        nn.ReLU: "R",
+        nn.MaxPool2d: "P",
+        nn.Linear: "F",
+        nn.Dropout: "D",
+    }
     return "".join(letters[type(module)] for module in (*model.features, *model.classifier))
 
 

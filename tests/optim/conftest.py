@@ -49,7 +49,7 @@ class Problem:
 
     def advance(self, rule: Rule, weights: torch.Tensor, steps: range) -> None:
         for step in steps:
-            rule.step(weights, self.flat(self.gradients[step]), LEARNING_RATES[step])
+            rule.step(weights, (torch.zeros(0), self.flat(self.gradients[step])), torch.tensor(LEARNING_RATES[step]))
 
     def assert_follows(self, rule: Rule, reference: Reference) -> None:
         """The rule's weights are the reference's, parameter by parameter."""

@@ -9,8 +9,9 @@ from lockstep.layout import ParameterSpec
 from lockstep.optim.lamb import Lamb
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.05, 0.0])
-def test_it_follows_the_equations(problem: Any, learning_rates: list[float], weight_decay: float) -> None:
+def test_it_follows_the_equations(problem: Any, learning_rates: list[float], weight_decay: float, fused: bool) -> None:
     beta1, beta2, epsilon = 0.8, 0.95, 1e-3
 
     def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
@@ -25,5 +26,5 @@ def test_it_follows_the_equations(problem: Any, learning_rates: list[float], wei
             w = w - lr * trust * r
         return w
 
-    rule = Lamb(problem.layout, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay)
+    rule = Lamb(problem.layout, beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=weight_decay, fused=fused)
     problem.assert_follows(rule, reference)

@@ -9,9 +9,10 @@ from lockstep.layout import ParameterSpec
 from lockstep.optim.lars import Lars
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("weight_decay", "epsilon"), [(0.05, 0.0), (0.0, 0.0), (0.05, 0.5)])
 def test_it_follows_the_equations(
-    problem: Any, learning_rates: list[float], weight_decay: float, epsilon: float
+    problem: Any, learning_rates: list[float], weight_decay: float, epsilon: float, fused: bool
 ) -> None:
     eta, m = 0.02, 0.8
 
@@ -27,5 +28,7 @@ def test_it_follows_the_equations(
             w = w - v
         return w
 
-    rule = Lars(problem.layout, momentum=m, weight_decay=weight_decay, trust_coefficient=eta, epsilon=epsilon)
+    rule = Lars(
+        problem.layout, momentum=m, weight_decay=weight_decay, trust_coefficient=eta, epsilon=epsilon, fused=fused
+    )
     problem.assert_follows(rule, reference)

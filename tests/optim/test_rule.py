@@ -17,6 +17,7 @@ from lockstep.optim.sgd import Sgd
 
 BuildRule = Callable[[Layout], Rule]
 RULES: dict[str, BuildRule] = {"sgd": Sgd, "nesterov": partial(Sgd, nesterov=True), "lars": Lars, "lamb": Lamb}
+RULES |= {f"fused {name}": partial(rule, fused=True) for name, rule in RULES.items()}
 every_rule = pytest.mark.parametrize("build_rule", RULES.values(), ids=RULES)
 
 
@@ -59,7 +60,7 @@ def test_padding_stays_zero(problem: Any, build_rule: BuildRule) -> None:
 @every_rule
 def test_a_rate_of_zero_leaves_the_weights(problem: Any, build_rule: BuildRule) -> None:
     weights = problem.flat(problem.weights)
-    build_rule(problem.layout).step(weights, problem.flat(problem.gradients[0]), 0.0)
+    build_rule(problem.layout).step(weights, (torch.zeros(0), problem.flat(problem.gradients[0])), torch.tensor(0.0))
     assert torch.equal(weights, problem.flat(problem.weights))
 
 
@@ -68,7 +69,7 @@ def test_a_rate_of_zero_leaves_the_weights(problem: Any, build_rule: BuildRule) 
 def test_a_layout_may_decay_everywhere_or_nowhere(build_rule: BuildRule, decay: bool) -> None:
     layout = plan_layout([ParameterSpec("w", (3, 3), decay, adapt=True)])
     weights = torch.ones(layout.numel)
-    build_rule(layout).step(weights, torch.ones(layout.numel), 1.0)
+    build_rule(layout).step(weights, (torch.zeros(0), torch.ones(layout.numel)), torch.tensor(1.0))
     assert (weights < 1).all()
 
 

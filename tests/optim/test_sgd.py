@@ -12,8 +12,9 @@ from lockstep.optim.storage import named_arrays
 SETTINGS: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.05}
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nesterov: bool) -> None:
+def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nesterov: bool, fused: bool) -> None:
     def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
         v = 0.0
         for g, lr in zip(gradients, learning_rates, strict=True):
@@ -22,7 +23,7 @@ def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nes
             w = w - lr * (d + 0.8 * v if nesterov else v)
         return w
 
-    problem.assert_follows(Sgd(problem.layout, nesterov=nesterov, **SETTINGS), reference)
+    problem.assert_follows(Sgd(problem.layout, nesterov=nesterov, fused=fused, **SETTINGS), reference)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -32,7 +32,7 @@ class Stored(NamedTuple):
 def stored_model() -> Stored:
     model = small_model()
     layout = plan_layout(describe_parameters(model))
-    return Stored(model, layout, build_weights(model, layout, "cpu"))
+    return Stored(model, layout, build_weights(model, layout, "cpu")[0])
 
 
 def test_values_and_outputs_are_kept() -> None:
@@ -72,7 +72,7 @@ def test_frozen_parameters_and_statistics_stay_ordinary() -> None:
     model = small_model()
     model[0].requires_grad_(False)
     frozen = model[0].weight.clone()
-    build_weights(model, plan_layout(describe_parameters(model)), "cpu").zero_()
+    build_weights(model, plan_layout(describe_parameters(model)), "cpu")[0].zero_()
     assert torch.equal(model[0].weight, frozen)
     assert model[1].running_var.unique().tolist() == [1.0]
 

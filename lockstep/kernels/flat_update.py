@@ -1,0 +1,196 @@
+"""A whole update of all slots in three launches: norms by tile, rates by slot, update by tile (step 9 of the walk).
+
+The flat arrays are cut into tiles that never cross a slot; a table of them lies on the device. SGD needs no norms, and
+without a loss scale nothing but the last launch. LARS moves 26 bytes a parameter with half gradients: 6 to read weights
+and gradients for the norms, 20 to read and write them with momentum and the half copy.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from lockstep.kernels.norms import UNIT, settle_slots, sum_tiles
+from lockstep.kernels.updates import update_tiles
+from lockstep.layout import ALIGNMENT, Layout, align
+
+SETTLE_BLOCK = 1024  # tile sums a slot's program adds at a time
+
+assert UNIT.value == ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut; a few others are measured by `lockstep bench optimizer --sweep`."""
+
+    block: int = 4096  # elements of a tile at most
+    num_warps: int = 8
+    half_vector: int = 4  # neighbours in a half array that one thread takes: 64 bits, or 8 for 128
+    reverse: bool = True  # the update starts where the norms ended
+    evict_first: bool = True  # what the update is done with leaves the cache first
+
+
+class Scale(Protocol):
+    """What the kernels need of a loss scale: see `optim/loss_scale.py`."""
+
+    growth_steps: int
+    floor: float
+    ceiling: float
+    state: Tensor
+    overflows: Tensor
+    firsts: Tensor
+    depths: Tensor
+
+
+class FlatUpdate:
+    """SGD, LARS or LAMB over flat arrays; deterministic, and the host waits for nothing."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        rule: str,
+        *,
+        weight_decay: float,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        trust_coefficient: float = 1.0,
+        epsilon: float = 0.0,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        tiling: Tiling | None = None,
+    ) -> None:
+        self.tiling = tiling or Tiling()
+        self._rule = rule
+        self._split = layout.split
+        self._num_slots = len(layout.slots)
+        self._momentum, self._nesterov = momentum, nesterov
+        self._trust_coefficient, self._epsilon = trust_coefficient, epsilon
+        # As differences of Python's FP64 numbers: 1 − 0.999 in FP32 is off by 5e-5.
+        self._moments = {"beta1": beta1, "rest1": 1.0 - beta1, "beta2": beta2, "rest2": 1.0 - beta2}
+        self._logarithms = {"log_beta1": _log(beta1), "log_beta2": _log(beta2)}
+        tiles, slots = cut_tiles(layout, self.tiling.block)
+        self._num_tiles = len(tiles)
+        self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
+        self._slots = torch.tensor(slots, dtype=torch.int32, device=device)
+        decays = [weight_decay if slot.decay else 0.0 for slot in layout.slots]
+        self._decays = torch.tensor(decays, device=device)
+        self._partials = torch.zeros(2 * self._num_tiles, device=device)
+        self._rates = torch.zeros(self._num_slots, device=device)
+        self._is_bad = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
+        self._control = torch.zeros(4, device=device)
+
+    def step(
+        self,
+        weights: Tensor,
+        half_weights: Tensor | None,
+        gradients: tuple[Tensor, Tensor],
+        moments: tuple[Tensor, ...],
+        lr: Tensor,
+        count: Tensor,
+        scale: Scale | None = None,
+    ) -> None:
+        """Update weights, half weights, moments, count and scale in place."""
+        if not self._num_tiles:
+            return
+        first, second = moments if len(moments) == 2 else (moments[0], moments[0])
+        half = weights if half_weights is None else half_weights  # never touched where nothing is half
+        # Without a scale these are never touched either.
+        state = count if scale is None else scale.state
+        switches = {"RULE": self._rule, "SCALED": scale is not None}
+        tiling = self.tiling
+        shape = {"BLOCK": tiling.block, "HALF_VECTOR": tiling.half_vector, "num_warps": tiling.num_warps}
+        if self._rule != "sgd" or scale is not None:
+            sum_tiles[(self._num_tiles,)](
+                self._tiles,
+                weights,
+                *gradients,
+                first,
+                second,
+                self._decays,
+                state,
+                count,
+                self._control,
+                self._partials,
+                self._split,
+                self._num_tiles,
+                **self._moments,
+                **self._logarithms,
+                epsilon=self._epsilon,
+                **switches,
+                **shape,
+            )
+            settle_slots[(self._num_slots,)](
+                self._slots,
+                self._decays,
+                self._partials,
+                self._num_tiles,
+                lr,
+                state,
+                count,
+                self._control,
+                self._rates,
+                self._is_bad,
+                self._is_bad if scale is None else scale.overflows,
+                self._trust_coefficient,
+                self._epsilon,
+                **self._logarithms,
+                **switches,
+                BLOCK=SETTLE_BLOCK,
+                num_warps=4,
+            )
+        update_tiles[(self._num_tiles,)](
+            self._tiles,
+            weights,
+            half,
+            *gradients,
+            first,
+            second,
+            self._rates,
+            self._decays,
+            lr,
+            self._control,
+            count,
+            state,
+            self._is_bad,
+            self._is_bad if scale is None else scale.depths,
+            self._is_bad if scale is None else scale.firsts,
+            self._split,
+            self._num_tiles,
+            self._num_slots,
+            self._momentum,
+            **self._moments,
+            epsilon=self._epsilon,
+            **_limits(scale),
+            **switches,
+            NESTEROV=self._nesterov,
+            REVERSE=tiling.reverse,
+            EVICT="evict_first" if tiling.evict_first else "",
+            SLOTS=triton.next_power_of_2(self._num_slots),
+            **shape,
+        )
+
+
+def cut_tiles(layout: Layout, block: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Tiles as (slot, start, length) and slots as (first tile, end of its tiles, adapts), in units of the alignment."""
+    tiles: list[tuple[int, int, int]] = []
+    slots: list[tuple[int, int, int]] = []
+    for index, slot in enumerate(layout.slots):
+        begin, end = len(tiles), align(slot.end)
+        for start in range(slot.offset, end, block):
+            tiles.append((index, start // ALIGNMENT, min(block, end - start) // ALIGNMENT))
+        slots.append((begin, len(tiles), int(slot.adapt)))
+    return tiles, slots
+
+
+def _limits(scale: Scale | None) -> dict[str, Any]:
+    if scale is None:
+        return {"growth_steps": 1.0, "floor": 1.0, "ceiling": 1.0}
+    return {"growth_steps": float(scale.growth_steps), "floor": scale.floor, "ceiling": scale.ceiling}
+
+
+def _log(base: float) -> float:
+    return math.log(base) if base > 0 else -1e30

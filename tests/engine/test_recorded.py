@@ -1,0 +1,103 @@
+"""The step as a CUDA graph: the same weights as the step launched one by one, and the host never waits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.comm.world import join_world
+from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
+from lockstep.engine.execution import choose_execution, list_executions
+from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.step import LOSS, train_step
+from lockstep.engine.tune import fake_batch
+from lockstep.models import set_fused
+from lockstep.optim.schedule import Schedule
+
+
+def tiny(compute: Any, **train: Any) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(image_size=64),
+        model=ModelConfig(name="resnet18", width=16),
+        optim=OptimConfig(name="lars", lr=0.1),
+        precision=PrecisionConfig(compute=compute),
+        train=TrainConfig(global_batch=16, duration="1ep", **train),  # type: ignore[arg-type]
+    )
+
+
+def test_pins_leave_only_what_was_asked_for() -> None:
+    (only,) = list_executions(tiny("fp32", cuda_graph="on", own_kernels="off"))
+    assert (only.graph, only.fused, only.compile) == (True, False, "off")
+    launched, recorded = list_executions(tiny("fp32", compile="block"))
+    assert (launched.compile, launched.graph, recorded.graph) == ("block", False, True)
+
+
+def test_on_a_cpu_the_step_is_the_plain_one() -> None:
+    with join_world(None) as world:
+        config = tiny("fp32")
+        parts = assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1))
+        said: list[str] = []
+        step = choose_execution(config, parts, world, 10, said.append)
+        side = step(fake_batch(config, world), 0.1, True)
+    assert side[LOSS] > 0
+    assert said == []
+
+
+def build(config: RunConfig, world: Any) -> Parts:
+    set_number_formats(config.precision)
+    torch.use_deterministic_algorithms(False)
+    return assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32"])
+def test_a_recording_gives_the_weights_of_launched_steps(compute: str) -> None:
+    config = tiny(compute)
+    with join_world(None) as world:
+        weights = []
+        for recorded in (False, True):
+            parts = build(config, world)
+            set_fused(parts.model, True)
+            batch = fake_batch(config, world)
+            step = RecordedStep(parts, 16, 16) if recorded else None
+            for number in range(8):
+                lr = 0.1 / (number + 1)
+                side = step(batch, lr) if step else train_step(parts, batch, lr)
+            weights.append(parts.weights.clone())
+            assert torch.isfinite(side[LOSS])
+    difference = (weights[0] - weights[1]).norm() / weights[0].norm()
+    assert difference < {"fp16": 2e-3, "bf16": 1e-2, "fp32": 1e-4}[compute]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_host_never_waits_for_the_device(recorded: bool) -> None:
+    config = tiny("fp16")
+    with join_world(None) as world:
+        parts = build(config, world)
+        set_fused(parts.model, True)
+        batch = fake_batch(config, world)
+        step = RecordedStep(parts, 16, 16)
+        for _ in range(6):
+            step(batch, 0.1) if recorded else train_step(parts, batch, 0.1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3):
+                step(batch, 0.1) if recorded else train_step(parts, batch, 0.1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_the_choice_leaves_no_trace_and_says_what_it_measured() -> None:
+    config = tiny("fp16")
+    with join_world(None) as world:
+        parts = build(config, world)
+        before = [array.clone() for array in (parts.weights, parts.half_weights, *parts.model.buffers())]
+        said: list[str] = []
+        choose_execution(config, parts, world, 10, said.append)
+        after = [parts.weights, parts.half_weights, *parts.model.buffers()]
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+        assert parts.rule.step_count == 0
+    assert "measured in" in said[-1]

@@ -1,0 +1,103 @@
+"""Fused batch norm against PyTorch's own operations in FP64, forward and backward, under Triton's interpreter."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.models.norm import BatchNorm, Pair
+
+pytest.importorskip("triton")
+
+Forward = Callable[[BatchNorm, Tensor, Tensor, BatchNorm], Tensor | Pair]
+FORWARDS: dict[str, Forward] = {
+    "relu": lambda norm, x, shortcut, other: norm.relu(x),
+    "add": lambda norm, x, shortcut, other: norm.add_relu(x, shortcut),
+    "add a normalised shortcut": lambda norm, x, shortcut, other: norm.add_relu(x, shortcut, other),
+    "pool": lambda norm, x, shortcut, other: norm.relu_pool(x),
+}
+SHAPES = [(3, 16, 5, 4), (2, 24, 7, 9), (1, 3, 1, 2), (4, 130, 6, 6)]
+
+
+def build_norm(channels: int, seed: int) -> BatchNorm:
+    generator = torch.Generator().manual_seed(seed)
+    norm = BatchNorm(channels)
+    with torch.no_grad():
+        norm.weight.copy_(torch.randn(channels, generator=generator))
+        norm.bias.copy_(torch.randn(channels, generator=generator))
+    return norm
+
+
+def random_tensor(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def run(
+    forward: Forward, norms: list[BatchNorm], x: Tensor, shortcut: Tensor, gradients: list[Tensor]
+) -> dict[str, Tensor]:
+    """Everything a caller can see after forward and backward, in FP64."""
+    norm, other = norms
+    inputs = [x.clone().requires_grad_(), shortcut.clone().requires_grad_()]
+    out = forward(norm, *inputs, other)
+    if isinstance(out, tuple):
+        loss: Any = sum((part * gradient.to(part.dtype)).sum() for part, gradient in zip(out, gradients, strict=True))
+        out = out[0]
+    else:
+        loss = (out * gradients[0].to(out.dtype)).sum()
+    loss.backward()
+    seen = {"y": out.detach(), "dx": inputs[0].grad, "d_shortcut": inputs[1].grad}
+    for name, part in (("norm", norm), ("other", other)):
+        seen |= {f"{name}.d_gamma": part.weight.grad, f"{name}.d_beta": part.bias.grad}
+        seen |= {f"{name}.{key}": value.clone() for key, value in part.named_buffers()}
+    return {key: value.double() for key, value in seen.items() if value is not None}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_it_equals_the_plain_version_in_fp64(name: str, shape: tuple[int, ...]) -> None:
+    check(name, shape, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_half_precision_differs_by_its_rounding_alone(name: str, dtype: torch.dtype) -> None:
+    check(name, (3, 16, 6, 4), dtype, 4 * torch.finfo(dtype).eps)
+
+
+def check(name: str, shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, device: str = "cpu") -> None:
+    x = random_tensor(shape, 1, dtype) * 3 + 5  # far from zero, where naive sums of squares cancel
+    out_shape = shape if name != "pool" else (*shape[:2], (shape[2] - 1) // 2 + 1, (shape[3] - 1) // 2 + 1)
+    shortcut = random_tensor(shape, 2, dtype)
+    gradients = [random_tensor(out_shape, seed, dtype) for seed in (3, 4)]
+    plain = [build_norm(shape[1], seed) for seed in (5, 6)]
+    fused = copy.deepcopy(plain)
+    for norm in fused:
+        norm.fused = True
+        norm.to(device)
+    expected = run(FORWARDS[name], [norm.double() for norm in plain], x.double(), shortcut.double(), gradients)
+    got = run(FORWARDS[name], fused, x.to(device), shortcut.to(device), [g.to(device) for g in gradients])
+    assert expected.keys() == got.keys()
+    for key, value in expected.items():
+        scale = value.abs().max().clamp(min=1)
+        difference = (got[key].cpu() - value).abs().max() / scale
+        assert difference <= tolerance, f"{key} is off by {difference:.2e}"
+
+
+def test_evaluation_is_plain() -> None:
+    norm = build_norm(8, 0).eval()
+    x = random_tensor((2, 8, 3, 3), 1, torch.float32)
+    expected = norm.relu(x.clone())
+    norm.fused = True
+    assert torch.equal(norm.relu(x.clone()), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FORWARDS)
+@pytest.mark.parametrize("shape", [(16, 64, 112, 112), (32, 256, 28, 28), (7, 2048, 7, 7), (3, 130, 9, 11)])
+def test_on_a_gpu(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check(name, shape, dtype, max(1e-4, 4 * torch.finfo(dtype).eps), "cuda")
