@@ -56,9 +56,11 @@ def read_header(data: Encoded) -> Header:
 def decode(data: Encoded, header: Header | None = None, factor: int = 1, buffer: Pixels | None = None) -> Pixels:
     """The image as height × width × RGB, sides divided by `factor` and rounded up; greyscale and CMYK are converted.
 
-    With a `buffer`, a flat array with room for it, the image lies in there.
+    It is reduced further where only that stays within MAX_PIXELS. With a `buffer`, a flat array with room for it, the
+    image lies in there.
     """
-    height, width, colors, *_ = header or read_header(data)
+    height, width, colors, min_factor, _ = header or read_header(data)
+    factor = max(factor, min_factor)
     height, width = -(-height // factor), -(-width // factor)
     if colors:
         sides = {"min_height": height, "min_width": width} if factor > 1 else {}
