@@ -107,26 +107,29 @@ class DeviceBatch:
         reader = self._path.reader
         block = open_block(self._request, rows, reader, full_size=self._path.resident is not None)
         ends = np.cumsum(3 * block.sides.prod(axis=1))
+        if not len(ends) or ends[-1] <= MAX_SLAB_BYTES:
+            return self._fill_slab(block)
         parts = np.split(np.arange(len(ends)), np.flatnonzero(np.diff(ends // MAX_SLAB_BYTES)) + 1)
-        return np.concatenate([self._fill_slab(block.select(part) if len(parts) > 1 else block) for part in parts])
+        return np.concatenate([self._fill_slab(block.select(part)) for part in parts])
 
     def _fill_slab(self, block: Block) -> Rows:
         """Decode images into one piece of pinned memory and send it; returns the rows of those that turned out bad."""
         lane = self._path.lane
-        ends = np.cumsum(3 * block.sides.prod(axis=1))
-        starts = ends - 3 * block.sides.prod(axis=1)
-        slab = lane.allocate(int(ends[-1]) if len(ends) else 0)
-        pieces = [slab.numpy()[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+        bounds = np.concatenate([[0], np.cumsum(3 * block.sides.prod(axis=1))])
+        slab = lane.allocate(int(bounds[-1]))
+        memory, places = slab.numpy(), bounds.tolist()
 
         def take(index: int) -> None:
-            block.decode(index, pieces[index])
+            block.decode(index, memory[places[index] : places[index + 1]])
 
         failed = decode_each(block, self._path.reader, take)
         with lane.enter():
             sent = lane.send(slab)
-        good = np.flatnonzero(~np.isin(block.rows, failed))
-        block = block.select(good) if len(failed) else block
-        self._place(block, sent.data_ptr() + starts[good], interleaved(block.sides[:, 1]), [sent])
+        addresses = sent.data_ptr() + bounds[:-1]
+        if len(failed):
+            good = np.flatnonzero(~np.isin(block.rows, failed))
+            block, addresses = block.select(good), addresses[good]
+        self._place(block, addresses, interleaved(block.sides[:, 1]), [sent])
         return failed
 
     def fill_by_nvjpeg(self, rows: Rows) -> Rows:

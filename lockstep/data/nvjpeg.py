@@ -52,7 +52,6 @@ class Nvjpeg:
 
     def decode(self, encoded: list[Encoded], reader: torch.cuda.Stream | None) -> list[Tensor] | None:
         """The images, 3 × height × width, for use on stream `reader`; None when nvJPEG refuses one of them."""
-        self._release()
         if not encoded:
             return []
         # A copy, because PyTorch warns of memory that it could not write to.
@@ -69,12 +68,9 @@ class Nvjpeg:
             return None
 
     def hold(self, images: list[Tensor], until: torch.cuda.Event | None) -> None:
-        """Keep images until the device has passed the event."""
-        if until:
-            with self._lock:
-                self._held.append((images, until))
-
-    def _release(self) -> None:
+        """Keep images until the device has passed the event, and let go those whose event it has passed."""
         with self._lock:
             while self._held and self._held[0][1].query():
                 self._held.popleft()
+            if until:
+                self._held.append((images, until))
