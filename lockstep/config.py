@@ -86,6 +86,18 @@ class Section(BaseModel):
         return self
 
 
+class ImageSize(Section):
+    """The size of training images up to an epoch."""
+
+    section = "data.image_sizes"
+
+    until: Duration = Field(examples=["6ep"], description="the first epochs, a whole number of them")
+    size: int = Field(ge=1, examples=[160], description="side of the square the network sees, in pixels")
+
+
+ImageSizes = Annotated[tuple[ImageSize, ...], Field(strict=False)]
+
+
 class DataConfig(Section):
     """Where samples come from and how they become a batch."""
 
@@ -99,6 +111,9 @@ class DataConfig(Section):
     train_images: int = Field(default=4096, ge=1, description="training samples to generate")
     val_images: int = Field(default=1024, ge=1, description="validation samples to generate")
     image_size: int = Field(default=224, ge=1, description="side of the square the network sees, in pixels")
+    image_sizes: ImageSizes = Field(
+        default=(), description='smaller images for the first epochs, such as [{until = "6ep", size = 160}]'
+    )
     eval_resize: int = Field(
         default=256, ge=1, description="short side before the central crop at evaluation, in pixels"
     )
@@ -111,8 +126,17 @@ class DataConfig(Section):
     std: Triple = Field(
         default=(0.229, 0.224, 0.225), description="divides red, green, blue after the mean is subtracted"
     )
+    decoder: Literal["auto", "cpu", "nvjpeg", "both"] = Field(
+        default="auto", description="who decodes training images; auto: on a GPU, whoever is free"
+    )
     decode_threads: int = Field(default=0, ge=0, description="decoding threads of a rank; 0: from the cores it may use")
-    prefetch_batches: int = Field(default=2, ge=1, description="batches prepared ahead of the step")
+    prefetch_batches: int = Field(
+        default=0, ge=0, description="batches prepared ahead of the step; 0: as many as it takes, by measurement"
+    )
+    resident: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="keep decoded images in the GPU's memory; auto: if a fifth of what is free holds them all",
+    )
     bad_share: float = Field(
         default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"
     )
@@ -132,6 +156,16 @@ class DataConfig(Section):
         low, high = self.crop_ratio
         if not 0 < low <= high:
             raise ValueError(f"data.crop_ratio = {show(self.crop_ratio)} must be two rising numbers above 0")
+        for step in self.image_sizes:
+            if step.until.unit != "ep" or step.until.value != int(step.until.value) or step.until.value < 1:
+                raise ValueError(
+                    f'data.image_sizes has until = {show(step.until)}, and must change between epochs, such as "6ep"'
+                )
+        ends = [step.until.value for step in self.image_sizes]
+        if ends != sorted(set(ends)):
+            raise ValueError(
+                f"data.image_sizes must rise, but ends after {', '.join(f'{end:g}' for end in ends)} epochs"
+            )
         if min(self.std) <= 0:
             raise ValueError(f"data.std = {show(self.std)} must be three numbers above 0")
         return self
@@ -343,7 +377,12 @@ class RunConfig(Section):
     train: TrainConfig = Field(description="how long to train, and what to do on the way")
 
     @model_validator(mode="after")
-    def _warms_up_within_the_run(self) -> Self:
+    def _is_possible(self) -> Self:
+        if self.data.image_sizes and self.model.name == "alexnet":
+            raise ValueError(
+                "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "
+                "model.name"
+            )
         warmup, duration = self.optim.warmup, self.train.duration
         if warmup.unit == duration.unit and warmup.value > duration.value:
             raise ValueError(
@@ -531,7 +570,7 @@ def _problem(error: ErrorDetails) -> str:
     if kind == "value_error" and len(location) < 2:  # a combination: its validator wrote the whole sentence
         return str(context["error"])
     names = [part for part in location if isinstance(part, str)]
-    key = ".".join(names) + "".join(f"[{part}]" for part in location if isinstance(part, int))
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if kind == "extra_forbidden":
         return _unknown(key)
     example = _example(names)
@@ -542,6 +581,7 @@ def _problem(error: ErrorDetails) -> str:
 
 def _example(names: list[str]) -> str:
     """A right value for a key: its default, or the example of a key that must be given."""
-    model = SECTIONS[names[0]] if len(names) > 1 else RunConfig
+    tables: dict[str, type[Section]] = {**SECTIONS, ImageSize.section: ImageSize}
+    model = tables.get(".".join(names[:-1]), RunConfig)
     field = model.model_fields[names[-1]]
     return show(field.examples[0] if field.examples else field.default)

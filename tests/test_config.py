@@ -101,6 +101,14 @@ def test_the_tree_is_frozen() -> None:
             'train.duration = 5 must be a duration, in epochs such as "90ep" or whole steps such as "1500st"',
         ),
         (
+            'data.image_sizes=[{until = "6ep"}]',
+            "data.image_sizes[0].size is missing; give a value such as 160",
+        ),
+        (
+            'data.image_sizes=[{until = "6ep", size = 64}, {until = "8ep", size = 0}]',
+            "data.image_sizes[1].size = 0 must be at least 1, such as 160",
+        ),
+        (
             'optim.milestones=["30"]',
             'optim.milestones[0] = "30" must be a duration, in epochs such as "90ep" or whole steps such as "1500st"',
         ),
@@ -170,6 +178,19 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         (
             ["optim.warmup=3ep"],
             'optim.warmup = "3ep" is longer than train.duration = "2ep"; shorten the warm-up',
+        ),
+        (
+            ['data.image_sizes=[{until = "9st", size = 64}]'],
+            'data.image_sizes has until = "9st", and must change between epochs, such as "6ep"',
+        ),
+        (
+            ['data.image_sizes=[{until = "4ep", size = 64}, {until = "4ep", size = 96}]'],
+            "data.image_sizes must rise, but ends after 4, 4 epochs",
+        ),
+        (
+            ['data.image_sizes=[{until = "4ep", size = 64}]', "model.name=alexnet"],
+            "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "
+            "model.name",
         ),
         (["train.duration=0st"], 'train.duration = "0st" trains nothing; give a length such as "90ep"'),
     ],

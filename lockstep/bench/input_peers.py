@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lockstep.data.augment import draw_crops, normalize_into, random_crop, resize_crop
+from lockstep.data.augment import Normalizer, draw_crops, mirror_into, random_crops, resize_crop
 from lockstep.data.decode import decode
 from lockstep.data.order import Cursor
 from lockstep.data.pipeline import TrainPipeline
@@ -62,13 +62,18 @@ def build_contestants(setting: Setting) -> list[Contestant]:
 def _build_lockstep(setting: Setting) -> Contestant:
     """The pipeline a run uses, and its parts: the one place here that knows how they are called."""
 
+    normalizer = Normalizer(MEAN, STD, setting.image_size)
+
     def crop(images: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
-        pixels = np.empty((len(images), setting.image_size, setting.image_size, 3), np.uint8)
+        square, mirrored = np.empty((2, setting.image_size, setting.image_size, 3), np.uint8)
+        out = np.empty((len(images), *square.shape), np.float32)
         draws = draw_crops(0, 0, np.arange(len(images)), AREA, RATIO, True)
-        for image, draw, row in zip(images, draws, pixels, strict=True):
-            resize_crop(image, random_crop(image.shape[0], image.shape[1], draw, RATIO), row, draw.flip)
-        out = np.empty(pixels.shape, np.float32)
-        normalize_into(pixels, MEAN, STD, out)
+        boxes = random_crops(np.array([image.shape[:2] for image in images]), draws.crops, RATIO)
+        for image, box, flip, row in zip(images, boxes, draws.flips, out, strict=True):
+            resize_crop(image, box, square)
+            if flip:
+                mirror_into(square, mirrored)
+            normalizer.normalize_into(mirrored if flip else square, row)
         return out
 
     @contextmanager
@@ -90,6 +95,7 @@ def _build_lockstep(setting: Setting) -> Contestant:
             device=setting.device,
             start=Cursor(),
             bad_share=1.0,
+            resident="off",  # the peers decode each image each time
         ) as pipeline:
             yield (len(batch.labels) for batch in pipeline)
 

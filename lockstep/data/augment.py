@@ -1,20 +1,25 @@
 """Crop, resize, flip, normalise (step 4 on the walk): decoded image → a square of the batch → network input.
 
+Where the crops lie is decided here for both paths; the rest is how the CPU does it, a GPU has `kernels/crop.py`.
+
 Every draw is a hash of (seed, epoch, sample), so a sample looks the same whichever rank or thread prepares it. Crops
 are those of Szegedy et al. 2015 (arXiv 1409.4842, section 6).
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
-from lockstep.data.decode import Pixels
+from lockstep.data.decode import FACTORS, Pixels
 from lockstep.data.order import Samples, mix
+
+# Height and width of N images; top, left, height and width of N rectangles in an image's pixels, which are whole for
+# training crops and may be fractions for evaluation.
+Sides = NDArray[np.int64]
+Boxes = NDArray[np.float64]
 
 # A crop that does not fit the image is drawn again this often before the central one is taken.
 TRIES = 10
@@ -22,55 +27,69 @@ TRIES = 10
 CROP_STREAM = 1
 
 
-class Box(NamedTuple):
-    """A rectangle in an image's pixels; whole numbers for training crops, fractions for evaluation."""
+class Draws(NamedTuple):
+    """The chance of N samples for one epoch, independent of the images' sizes."""
 
-    top: float
-    left: float
-    height: float
-    width: float
-
-
-class Draw(NamedTuple):
-    """One sample's chance for one epoch: candidate crops, independent of the image's size, and the flip."""
-
-    crops: list[list[float]]  # TRIES × (share of the area, width / height, top and left as shares of the free range)
-    flip: bool
+    crops: NDArray[
+        np.float64
+    ]  # N × TRIES × (share of the area, width / height, top and left as shares of what is free)
+    flips: NDArray[np.bool_]
 
 
 def draw_crops(
     seed: int, epoch: int, samples: Samples, area: tuple[float, float], ratio: tuple[float, float], flip: bool
-) -> list[Draw]:
+) -> Draws:
     """The draws of many samples at once: area uniform, ratio log-uniform, flip even."""
     bits = mix(seed, epoch, CROP_STREAM, samples[:, None], np.arange(4 * TRIES + 1))
     uniform = (bits >> np.uint64(11)) * 2.0**-53
     crops = uniform[:, :-1].reshape(-1, TRIES, 4)
     crops[..., 0] = area[0] + crops[..., 0] * (area[1] - area[0])
     crops[..., 1] = ratio[0] * (ratio[1] / ratio[0]) ** crops[..., 1]
-    flips = (uniform[:, -1] < 0.5) & flip
-    return [Draw(*drawn) for drawn in zip(crops.tolist(), flips.tolist(), strict=True)]
+    return Draws(crops, (uniform[:, -1] < 0.5) & flip)
 
 
-def random_crop(height: int, width: int, draw: Draw, ratio: tuple[float, float]) -> Box:
-    """The first drawn crop that fits the image, else the largest central one within the ratio's bounds."""
-    for area, aspect, top, left in draw.crops:
-        target = area * height * width
-        crop_width, crop_height = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
-        if 0 < crop_width <= width and 0 < crop_height <= height:
-            free_height, free_width = height - crop_height + 1, width - crop_width + 1
-            return Box(int(top * free_height), int(left * free_width), crop_height, crop_width)
-    crop_width = max(1, min(width, round(height * ratio[1])))
-    crop_height = max(1, min(height, round(width / ratio[0])))
-    return Box((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
+def random_crops(sides: Sides, crops: NDArray[np.float64], ratio: tuple[float, float]) -> Boxes:
+    """Each image's first drawn crop that fits it, else its largest central one within the ratio's bounds."""
+    area, aspect, *place = np.moveaxis(crops, 2, 0)
+    target = area * sides.prod(axis=1)[:, None]
+    extents = np.rint(np.sqrt(np.stack([target / aspect, target * aspect], axis=2)))
+    fits = ((extents > 0) & (extents <= sides[:, None])).all(axis=2)
+    first = fits.argmax(axis=1)
+    rows = np.arange(len(sides))
+    extent = extents[rows, first]
+    corner = np.floor(np.stack(place, axis=2)[rows, first] * (sides - extent + 1))
+    none = ~fits[rows, first]
+    if none.any():
+        height, width = sides[none].T
+        largest = np.stack([np.rint(width / ratio[0]), np.rint(height * ratio[1])], axis=1)
+        extent[none] = np.clip(largest, 1, sides[none])
+        corner[none] = (sides[none] - extent[none]) // 2
+    return np.concatenate([corner, extent], axis=1)
 
 
-def central_crop(height: int, width: int, resize: int, size: int) -> Box:
+def central_crops(sides: Sides, resize: int, size: int) -> Boxes:
     """What remains, in the image's own pixels, after "short side to `resize`, then the central `size` square"."""
-    side = min(height, width) * size / resize
-    return Box((height - side) / 2, (width - side) / 2, side, side)
+    extent = np.repeat(sides.min(axis=1, keepdims=True) * size / resize, 2, axis=1)
+    return np.concatenate([(sides - extent) / 2, extent], axis=1)
 
 
-def resize_crop(image: Pixels, box: Box, out: Pixels, flip: bool) -> None:
+def choose_factors(boxes: Boxes, least: int, bounds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """By how much each image is reduced while decoded: its crop keeps `least` pixels a side, if `bounds` allow."""
+    room = boxes[:, 2:].min(axis=1) / least
+    factors: NDArray[np.int64] = np.array(FACTORS)[np.searchsorted(FACTORS[1:], room, side="right")]
+    return factors.clip(bounds[:, 0], bounds[:, 1])
+
+
+def reduce_boxes(boxes: Boxes, factors: NDArray[np.int64], sides: Sides, whole: bool) -> Boxes:
+    """The boxes in the pixels of images reduced to these `sides`; whole ones, if crops are cut out first."""
+    reduced = boxes / factors[:, None]
+    if not whole or (factors == 1).all():
+        return reduced
+    extent = np.clip(np.rint(reduced[:, 2:]), 1, sides)
+    return np.concatenate([np.minimum(np.rint(reduced[:, :2]), sides - extent), extent], axis=1)
+
+
+def resize_crop(image: Pixels, box: NDArray[np.float64], out: Pixels) -> None:
     """Crop whole pixels and resize them, bilinear and anti-aliased, into the square `out`."""
     top, left, height, width = map(int, box)
     source = torch.from_numpy(image[top : top + height, left : left + width])
@@ -84,37 +103,30 @@ def resize_crop(image: Pixels, box: Box, out: Pixels, flip: bool) -> None:
         None,
         out=torch.from_numpy(out).permute(2, 0, 1)[None],
     )
-    if flip:
-        pixels = out.view("V3")[..., 0]  # whole pixels move nearly twice as fast as bytes
-        pixels[:] = pixels[:, ::-1]
 
 
-def resize_central(image: Pixels, box: Box, out: Pixels) -> None:
+def mirror_into(image: Pixels, out: Pixels) -> None:
+    """The image with left and right exchanged."""
+    out.view("V3")[..., 0] = image.view("V3")[:, ::-1, 0]  # whole pixels move nearly twice as fast as bytes
+
+
+def resize_central(image: Pixels, box: NDArray[np.float64], out: Pixels) -> None:
     """Resize a fractional box of the image, bilinear and anti-aliased, into the square `out`."""
-    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
+    top, left, height, width = box
+    edges = (left, top, left + width, top + height)
     out[:] = np.asarray(Image.fromarray(image).resize(out.shape[1::-1], Image.Resampling.BILINEAR, box=edges))
 
 
-def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """uint8 N × H × W × 3 → float32 (x / 255 - mean) / std as N × 3 × H × W in channels-last memory, on any device."""
-    scale, shift = _affine(mean, std)
-    pixels = images.permute(0, 3, 1, 2).float()
-    weight = torch.from_numpy(scale).to(images.device).view(1, 3, 1, 1)
-    bias = torch.from_numpy(shift).to(images.device).view(1, 3, 1, 1)
-    return pixels.mul_(weight).add_(bias)
+class Normalizer:
+    """Levels in 0…255 → (level / 255 - mean) / std in NumPy: PyTorch would start threads of its own."""
 
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], width: int) -> None:
+        # Rows rather than pixels in the inner loop: broadcasting over three channels is several times slower.
+        self._scale = np.tile(1 / (255 * np.asarray(std)), width).astype(np.float32)
+        self._shift = np.tile(-np.asarray(mean) / np.asarray(std), width).astype(np.float32)
 
-def normalize_into(images: Pixels, mean: tuple[float, ...], std: tuple[float, ...], out: NDArray[np.float32]) -> None:
-    """`normalize` in NumPy, N × H × W × 3 throughout, for decode threads, where PyTorch would start its own threads."""
-    count, height, width, channels = images.shape
-    # Rows rather than pixels in the inner loop: broadcasting over three channels is several times slower.
-    scale, shift = (np.tile(values, width) for values in _affine(mean, std))
-    rows = out.reshape(count * height, width * channels)
-    np.multiply(images.reshape(rows.shape), scale, out=rows)
-    np.add(rows, shift, out=rows)
-
-
-def _affine(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Scale and shift that take a level in 0…255 to (level / 255 - mean) / std."""
-    scale, shift = 1 / (255 * np.asarray(std)), -np.asarray(mean) / np.asarray(std)
-    return scale.astype(np.float32), shift.astype(np.float32)
+    def normalize_into(self, image: Pixels, out: NDArray[np.float32]) -> None:
+        """One image, height × width × RGB, into the same places of `out`."""
+        rows = out.reshape(len(image), -1)
+        np.multiply(image.reshape(rows.shape), self._scale, out=rows)
+        np.add(rows, self._shift, out=rows)

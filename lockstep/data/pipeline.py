@@ -5,27 +5,34 @@ it is iterated. What a batch holds depends on neither the number of ranks nor th
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from itertools import islice
+from typing import ClassVar, Self, Unpack
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.augment import central_crop, draw_crops, random_crop, resize_central, resize_crop
-from lockstep.data.decode import Pixels
+from lockstep.data.augment import Boxes, Sides, central_crops, draw_crops, random_crops
+from lockstep.data.block import Request, Rows
 from lockstep.data.order import Cursor, Ledger, Samples, StepPlan, plan_step
-from lockstep.data.prefetch import Prefetcher
+from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
 from lockstep.data.sources import Source
+from lockstep.data.workshop import Means, Workshop
+
+# Batches ahead where nothing is set: at first, and at most.
+FIRST_DEPTH, MAX_DEPTH = 2, 8
+# Evaluation keeps this many times the output's pixels a side when it decodes at a reduced scale: nothing fine is lost.
+EVAL_MARGIN = 2
 
 
 @dataclass(frozen=True)
 class Batch:
     """One rank's share of a step, on its device."""
 
-    images: Tensor  # float32, N × 3 × H × W, channels-last memory
+    images: Tensor  # N × 3 × H × W, channels-last memory
     labels: Tensor  # int64
     global_size: int  # samples of the whole step, over all ranks
     epoch: int
@@ -36,20 +43,26 @@ class Batch:
 class Pipeline:
     """What training and evaluation share: a source read by decode threads that stop with `close`."""
 
-    def __init__(self, source: Source, bad_share: float, prefetcher: Prefetcher, prefetch_batches: int) -> None:
+    resident_share: ClassVar[float]  # of the free device memory, for images that are to stay there
+
+    def __init__(self, source: Source, bad_share: float, prefetch_batches: int, means: Means) -> None:
         self._source = source
-        self._reader = SampleReader(source, bad_share)
-        self._prefetcher = prefetcher
-        self._prefetch_batches = prefetch_batches
+        self.reader = SampleReader(source, bad_share)
+        self._workshop = Workshop(self.reader, **means, share=self.resident_share)
+        self._depth = prefetch_batches or FIRST_DEPTH
 
     @property
     def bad(self) -> dict[int, str]:
         """Unreadable samples this rank met, with the reason."""
-        return self._reader.bad
+        return self.reader.bad
+
+    def describe(self) -> str:
+        """How batches are made, in one sentence."""
+        return f"Input: {self._workshop.describe()}, {self._depth} batches ahead."
 
     def close(self) -> None:
         """Stop the decode threads."""
-        self._prefetcher.close()
+        self._workshop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -59,7 +72,13 @@ class Pipeline:
 
 
 class TrainPipeline(Pipeline):
-    """Endless training batches for one rank, prepared ahead of the step."""
+    """Endless training batches for one rank, prepared ahead of the step.
+
+    `image_sizes` are pairs (first epoch after, size), rising: until then images have that size, in the end
+    `image_size`. With `prefetch_batches` 0 the pipeline works further ahead when that would have spared a wait.
+    """
+
+    resident_share = 0.2
 
     def __init__(
         self,
@@ -73,49 +92,63 @@ class TrainPipeline(Pipeline):
         crop_area: tuple[float, float],
         crop_ratio: tuple[float, float],
         flip: bool,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        threads: int,
         prefetch_batches: int,
-        device: torch.device,
         start: Cursor,
         bad_share: float,
+        image_sizes: tuple[tuple[int, int], ...] = (),
+        **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, Prefetcher(threads, image_size, mean, std, device), prefetch_batches)
+        super().__init__(source, bad_share, prefetch_batches, means)
         self.ledger = Ledger()
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
+        self._image_size, self._image_sizes = image_size, image_sizes
         self._crop_area, self._crop_ratio, self._flip = crop_area, crop_ratio, flip
+        self._max_depth = prefetch_batches or MAX_DEPTH
+        self._num_taken = 0
         self._planned = start
-        self._ahead: deque[tuple[StepPlan, Callable[[], tuple[Tensor, Tensor]]]] = deque()
+        self._ahead: deque[tuple[StepPlan, Pending]] = deque()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        while len(self._ahead) <= self._prefetch_batches:
+        while len(self._ahead) <= self._depth:
             self._start_next()
-        plan, wait = self._ahead.popleft()
-        images, labels = wait()
+        plan, pending = self._ahead.popleft()
+        images, labels = self._take(pending)
         self.ledger.add(plan.epoch, plan.samples)
         return Batch(images, labels, plan.global_size, plan.epoch, plan.samples, plan.next)
+
+    def size_at(self, epoch: int) -> int:
+        """The side of an epoch's images."""
+        return next((size for until, size in self._image_sizes if epoch < until), self._image_size)
+
+    def _take(self, pending: Pending) -> tuple[Tensor, Tensor]:
+        """Wait for a batch, and look whether working further ahead would have spared the wait."""
+        must_wait = not pending.is_ready
+        before = self._workshop.mark_step() if must_wait else None
+        images, labels = pending.wait()
+        # A device that still has work queued has not felt the wait, and the first batches have nobody to hide behind.
+        felt = must_wait and (before is None or before.query()) and self._num_taken > self._depth
+        if felt and self._workshop.is_idle and self._depth < self._max_depth:
+            self._depth += 1
+        self._num_taken += 1
+        return images, labels
 
     def _start_next(self) -> None:
         plan = plan_step(
             self._planned, self._source.num_samples, self._global_batch, self._rank, self._world_size, self._seed
         )
-        labels = self._source.labels[plan.samples]
 
-        def fill(start: int, stop: int, pixels: Pixels) -> None:
-            samples = plan.samples[start:stop]
-            draws = draw_crops(self._seed, plan.epoch, samples, self._crop_area, self._crop_ratio, self._flip)
-            for row, (sample, draw) in enumerate(zip(samples.tolist(), draws, strict=True)):
-                image, taken = self._reader.read_or_next(sample)
-                if taken != sample:
-                    labels[start + row] = self._source.labels[taken]
-                box = random_crop(image.shape[0], image.shape[1], draw, self._crop_ratio)
-                resize_crop(image, box, pixels[row], draw.flip)
+        def place(rows: Rows, sides: Sides) -> tuple[Boxes, NDArray[np.bool_]]:
+            draws = draw_crops(
+                self._seed, plan.epoch, plan.samples[rows], self._crop_area, self._crop_ratio, self._flip
+            )
+            return random_crops(sides, draws.crops, self._crop_ratio), draws.flips
 
-        self._ahead.append((plan, self._prefetcher.start(labels, fill)))
+        size = self.size_at(plan.epoch)
+        request = Request(plan.samples, size, place, confined=True, replaces=True, least=size)
+        self._ahead.append((plan, self._workshop.start(request)))
         self._planned = plan.next
 
 
@@ -126,6 +159,8 @@ class EvalPipeline(Pipeline):
     any number of ranks. Unreadable samples are left out, never replaced.
     """
 
+    resident_share = 0.05
+
     def __init__(
         self,
         source: Source,
@@ -135,49 +170,45 @@ class EvalPipeline(Pipeline):
         world_size: int,
         image_size: int,
         eval_resize: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        threads: int,
         prefetch_batches: int,
-        device: torch.device,
         bad_share: float,
+        **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, Prefetcher(threads, image_size, mean, std, device), prefetch_batches)
-        self._batch_size, self._rank, self._world_size = batch_size, rank, world_size
+        super().__init__(source, bad_share, prefetch_batches, means)
+        self._batch_size = batch_size
+        self._starts = range(batch_size * rank, source.num_samples, batch_size * world_size)
         self._image_size, self._eval_resize = image_size, eval_resize
+        self._begun: tuple[deque[tuple[Request, Pending]], Iterator[int]] | None = None
+
+    def prepare(self) -> None:
+        """Begin the next pass, so that its first batches are ready when they are asked for."""
+        if self._begun is None:
+            starts = iter(self._starts)
+            self._begun = deque(map(self._start, islice(starts, self._depth))), starts
 
     def __iter__(self) -> Iterator[Batch]:
-        ahead: deque[Callable[[], Batch]] = deque()
-        stride = self._batch_size * self._world_size
-        for start in range(self._batch_size * self._rank, self._source.num_samples, stride):
-            ahead.append(self._start(start))
-            if len(ahead) > self._prefetch_batches:
-                yield ahead.popleft()()
+        self.prepare()
+        assert self._begun is not None
+        (ahead, starts), self._begun = self._begun, None
         while ahead:
-            yield ahead.popleft()()
+            ahead.extend(map(self._start, islice(starts, 1)))
+            request, pending = ahead.popleft()
+            images, labels = pending.wait()
+            kept = request.samples[request.readable]
+            yield Batch(images, labels, len(kept), 0, kept, Cursor(0, int(request.samples[-1]) + 1))
 
-    def _start(self, first: int) -> Callable[[], Batch]:
+    def _start(self, first: int) -> tuple[Request, Pending]:
         stop = min(first + self._batch_size, self._source.num_samples)
-        samples = np.arange(first, stop, dtype=np.int64)
-        readable = np.ones(len(samples), np.bool_)
 
-        def fill(start: int, stop: int, pixels: Pixels) -> None:
-            for row, sample in enumerate(samples[start:stop].tolist()):
-                image = self._reader.read(sample)
-                if image is None:
-                    readable[start + row] = False
-                    continue
-                box = central_crop(image.shape[0], image.shape[1], self._eval_resize, self._image_size)
-                resize_central(image, box, pixels[row])
+        def place(rows: Rows, sides: Sides) -> tuple[Boxes, NDArray[np.bool_]]:
+            return central_crops(sides, self._eval_resize, self._image_size), np.zeros(len(rows), np.bool_)
 
-        wait = self._prefetcher.start(self._source.labels[samples], fill)
-
-        def take() -> Batch:
-            images, labels = wait()
-            if not readable.all():
-                keep = torch.from_numpy(np.flatnonzero(readable)).to(images.device)
-                images, labels = images[keep].contiguous(memory_format=torch.channels_last), labels[keep]
-            kept = samples[readable]
-            return Batch(images, labels, len(kept), 0, kept, Cursor(0, stop))
-
-        return take
+        request = Request(
+            np.arange(first, stop, dtype=np.int64),
+            self._image_size,
+            place,
+            confined=False,
+            replaces=False,
+            least=EVAL_MARGIN * self._image_size,
+        )
+        return request, self._workshop.start(request)

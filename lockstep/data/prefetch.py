@@ -1,132 +1,193 @@
-"""Batches prepared ahead of the step (step 5 on the walk): a thread pool fills them, a side stream takes them over.
+"""Batches prepared ahead of the step (step 5 on the walk): tasks of a few rows, and the threads that work them off.
 
-On the CPU each task also normalises its rows, so the step finds finished input. On CUDA the tasks fill pinned memory,
-and the task that completes a batch starts its copy and normalisation on a stream of their own.
+Decode threads and, on a GPU, one thread that hands blocks to nvJPEG take tasks from one queue, so that whoever is free
+does the next one: under load neither is enough alone.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.augment import normalize, normalize_into
-from lockstep.data.decode import Pixels
+from lockstep.data.block import Request, Rows
+from lockstep.data.nvjpeg import MAX_IMAGES
 
-# Samples one task prepares at most: enough to hide a task's cost, few enough to spread a batch over the threads.
-MAX_TASK_SAMPLES = 32
-
-# Writes rows [start, stop) of a batch: pixels into the array given, which holds just those rows.
-Fill = Callable[[int, int, Pixels], None]
+# Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
+MAX_TASK_ROWS = 16
 
 
-class Pending(Protocol):
-    """A batch on its way."""
+class Making(Protocol):
+    """A batch being made, on the host or on a device."""
 
-    def fill_rows(self, fill: Fill, start: int, stop: int) -> None:
-        """Prepare some rows, on a thread of the pool."""
+    def known_rows(self) -> Rows:
+        """Rows that need no decoding."""
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Images and labels for the step, once all rows are filled."""
+    def fill(self, rows: Rows) -> Rows:
+        """Prepare some rows on a decode thread; returns those whose images turned out bad."""
 
-
-class HostBatch:
-    """A batch for the CPU: rows are normalised where they are filled."""
-
-    def __init__(self, labels: NDArray[np.int64], size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        self._images = np.empty((len(labels), size, size, 3), np.float32)
-        self._labels = labels
-        self._mean, self._std = mean, std
-
-    def fill_rows(self, fill: Fill, start: int, stop: int) -> None:
-        pixels = np.empty((stop - start, *self._images.shape[1:]), np.uint8)
-        fill(start, stop, pixels)
-        normalize_into(pixels, self._mean, self._std, self._images[start:stop])
+    def complete(self) -> None:
+        """All rows are filled; called once, by the thread that filled the last."""
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        return torch.from_numpy(self._images).permute(0, 3, 1, 2), torch.from_numpy(self._labels)
+        """Images and labels for the step."""
 
 
-class DeviceBatch:
-    """A batch for a CUDA device: rows go to pinned memory, the whole batch to the device on a side stream."""
+class Path(Protocol):
+    """Where batches are made."""
 
-    def __init__(
-        self,
-        labels: NDArray[np.int64],
-        size: int,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self._pixels = torch.empty((len(labels), size, size, 3), dtype=torch.uint8, pin_memory=True)
-        self._labels = labels
-        self._mean, self._std = mean, std
-        self._stream = stream
-        self._rows_left = len(labels)
+    def begin(self, request: Request) -> Making:
+        """A batch to be filled."""
+
+
+class Pending:
+    """A batch on its way, and how many of its rows are still missing."""
+
+    def __init__(self, making: Making, num_rows: int) -> None:
+        self.making = making
+        self._rows_left = num_rows
         self._lock = threading.Lock()
-        self._ready: tuple[Tensor, Tensor, torch.cuda.Event] | None = None
+        self.done: Future[None] = Future()
 
-    def fill_rows(self, fill: Fill, start: int, stop: int) -> None:
-        fill(start, stop, self._pixels.numpy()[start:stop])
-        with self._lock:
-            self._rows_left -= stop - start
-            complete = self._rows_left == 0
-        if complete:
-            self._ready = self._copy()
+    @property
+    def is_ready(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.done.done()
 
-    def _copy(self) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        with torch.cuda.stream(self._stream):
-            # The allocator keeps pinned memory from reuse until the copies that read it are done.
-            images = self._pixels.to(self._stream.device, non_blocking=True)
-            labels = torch.from_numpy(self._labels).pin_memory().to(self._stream.device, non_blocking=True)
-            return normalize(images, self._mean, self._std), labels, self._stream.record_event()
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Images and labels for the step, or the error that kept them from being made."""
+        self.done.result()
+        return self.making.finish()
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        images, labels, copied = self._ready or self._copy()  # an empty batch has no task to copy it
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(copied)
-        # Allocated on the side stream, used on this one: the memory must outlive this stream's use of it.
-        images.record_stream(current)
-        labels.record_stream(current)
-        return images, labels
+    def run(self, work: Callable[[], int]) -> None:
+        """Do some of the work, which returns how many rows it finished; a failure becomes the batch's."""
+        try:
+            finished = work()
+            with self._lock:
+                self._rows_left -= finished
+                is_complete = self._rows_left == 0
+            if is_complete:
+                self.making.complete()
+                self.done.set_result(None)
+        except Exception as error:
+            with self._lock:
+                if not self.done.done():
+                    self.done.set_exception(error)
+
+
+@dataclass(eq=False)
+class Task:
+    """Some rows to prepare."""
+
+    pending: Pending
+    rows: Rows
+    host_only: bool = False
 
 
 class Prefetcher:
-    """Starts batches on a pool of decode threads and hands their tensors over."""
+    """Starts batches on a pool of threads and hands their tensors over.
+
+    `fill_by_nvjpeg` hands rows of a batch to nvJPEG and returns those it leaves to the decode threads; with
+    `host_decodes` off, these are all that the decode threads get.
+    """
 
     def __init__(
-        self, threads: int, image_size: int, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+        self,
+        path: Path,
+        threads: int,
+        fill_by_nvjpeg: Callable[[Making, Rows], Rows] | None = None,
+        host_decodes: bool = True,
     ) -> None:
+        self._path = path
         self._threads = threads
+        self._fill_by_nvjpeg = fill_by_nvjpeg
+        self._host_decodes = host_decodes
+        self._tasks: deque[Task] = deque()
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-decode")
-        self._image_size = image_size
-        self._mean, self._std = mean, std
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
+        self._nvjpeg_pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-decode-nvjpeg")
 
-    def start(self, labels: NDArray[np.int64], fill: Fill) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Begin a batch with a row per label, which `fill` may still change; call the result to wait for it."""
-        arguments = (labels, self._image_size, self._mean, self._std)
-        batch: Pending = DeviceBatch(*arguments, self._stream) if self._stream else HostBatch(*arguments)
+    @property
+    def is_idle(self) -> bool:
+        """Whether some thread has nothing to do."""
+        return not self._tasks
+
+    def start(self, request: Request) -> Pending:
+        """Begin a batch."""
+        making = self._path.begin(request)
+        known = making.known_rows()
+        rows = np.setdiff1d(np.arange(len(request.samples)), known)
         # At least two tasks a thread, so that one slow image does not hold up the others' last rows.
-        step = min(MAX_TASK_SAMPLES, -(-len(labels) // (2 * self._threads))) or 1
-        tasks: list[Future[None]] = [
-            self._pool.submit(batch.fill_rows, fill, start, min(start + step, len(labels)))
-            for start in range(0, len(labels), step)
-        ]
+        step = min(MAX_TASK_ROWS, -(-len(rows) // (2 * self._threads))) or 1
+        parts = [rows[start : start + step] for start in range(0, len(rows), step)]
+        if len(known) or not parts:
+            parts.append(known)
+        # A batch without rows counts as one row, so that somebody completes it.
+        pending = Pending(making, len(request.samples) or 1)
+        for part in parts:
+            self._submit(Task(pending, part))
+        return pending
 
-        def wait() -> tuple[Tensor, Tensor]:
-            for task in tasks:
-                task.result()
-            return batch.finish()
+    def _submit(self, task: Task) -> None:
+        with self._lock:
+            # What nvJPEG has left over is wanted before anything that nobody has looked at.
+            (self._tasks.appendleft if task.host_only else self._tasks.append)(task)
+        if self._host_decodes or task.host_only:
+            self._pool.submit(self._work)
+        if self._fill_by_nvjpeg and not task.host_only:
+            self._nvjpeg_pool.submit(self._work_by_nvjpeg)
 
-        return wait
+    def _work(self) -> None:
+        """Do the next task, if there still is one, on a decode thread."""
+        with self._lock:
+            if not self._tasks:
+                return
+            task = self._tasks.popleft()
+
+        def fill() -> int:
+            rows = task.rows
+            while len(rows):
+                rows = task.pending.making.fill(rows)  # again for bad images, whose neighbours take their place
+            return len(task.rows) or 1
+
+        task.pending.run(fill)
+
+    def _work_by_nvjpeg(self) -> None:
+        """Hand the next tasks of one batch to nvJPEG; what it leaves becomes a task for the decode threads."""
+        tasks = self._take_for_nvjpeg()
+        if not tasks:
+            return
+        pending, rows = tasks[0].pending, np.concatenate([task.rows for task in tasks])
+
+        def fill() -> int:
+            assert self._fill_by_nvjpeg is not None
+            left = self._fill_by_nvjpeg(pending.making, rows)
+            for start in range(0, len(left), MAX_TASK_ROWS):
+                self._submit(Task(pending, left[start : start + MAX_TASK_ROWS], host_only=True))
+            return (len(rows) or 1) - len(left)
+
+        pending.run(fill)
+
+    def _take_for_nvjpeg(self) -> list[Task]:
+        """The first tasks nvJPEG may do, all of one batch, up to MAX_IMAGES rows."""
+        taken: list[Task] = []
+        num_rows = 0
+        with self._lock:
+            for task in list(self._tasks):
+                if task.host_only:
+                    continue
+                if taken and (task.pending is not taken[0].pending or num_rows + len(task.rows) > MAX_IMAGES):
+                    break
+                taken.append(task)
+                num_rows += len(task.rows)
+                self._tasks.remove(task)
+        return taken
 
     def close(self) -> None:
         """Drop what is not yet started and stop the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._pool, self._nvjpeg_pool):
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -1,46 +1,73 @@
-"""Sample number → decoded image: source and decoder in one, with an account of the samples that cannot be read.
+"""Sample number → encoded bytes and header, with an account of the samples that cannot be used (step 2 on the walk).
 
 A large data set holds a few damaged files, and they must not end a run; many of them are a broken disk, and must.
 """
 
 import math
+from typing import NamedTuple
 
-from lockstep.data.decode import DecodeError, Decoder, Pixels, decode
+from lockstep.data.decode import DecodeError, Encoded, Header, read_header
+from lockstep.data.order import Samples
 from lockstep.data.sources import Source
 from lockstep.errors import LockstepError
 
 
-class SampleReader:
-    """Reads and decodes samples, and keeps account of those that cannot be."""
+class Loaded(NamedTuple):
+    """A sample in memory, not yet decoded."""
 
-    def __init__(self, source: Source, bad_share: float, decoder: Decoder = decode) -> None:
-        self._source = source
-        self._decoder = decoder
-        self._max_bad = math.ceil(bad_share * source.num_samples)
+    sample: int
+    data: Encoded
+    header: Header
+
+
+class SampleReader:
+    """Reads samples, and keeps account of those that cannot be read or decoded."""
+
+    def __init__(self, source: Source, bad_share: float) -> None:
+        self.source = source
+        self.max_bad = math.ceil(bad_share * source.num_samples)
         self.bad: dict[int, str] = {}
 
-    def read(self, sample: int) -> Pixels | None:
-        """The image, or None when it is bad; raises once there are too many bad ones."""
+    def load(self, sample: int) -> Loaded | None:
+        """The sample, or None when it is bad; raises once there are too many bad ones."""
         if sample in self.bad:
             return None
         try:
-            return self._decoder(self._source.read(sample))
+            data = self.source.read(sample)
+            return Loaded(sample, data, read_header(data))
         except (OSError, DecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            self.bad[sample] = f"{self._source.name(sample)} ({reason})"
-        if len(self.bad) > self._max_bad:
-            raise LockstepError(
-                f"{len(self.bad)} of {self._source.num_samples} samples cannot be read, and data.bad_share allows "
-                f"{self._max_bad}: {', '.join(list(self.bad.values())[:5])}. "
-                "Repair or remove these files, or raise data.bad_share."
-            )
+            self.count_bad(sample, error)
         return None
 
-    def read_or_next(self, sample: int) -> tuple[Pixels, int]:
-        """The first readable image from this sample on, and its number: the same replacement on any rank."""
-        for step in range(self._source.num_samples):
-            candidate = (sample + step) % self._source.num_samples
-            image = self.read(candidate)
-            if image is not None:
-                return image, candidate
-        raise LockstepError(f"None of the {self._source.num_samples} samples can be read; check data.path.")
+    def load_or_next(self, sample: int) -> Loaded:
+        """The first usable sample from this one on: the same replacement on any rank."""
+        for step in range(self.source.num_samples):
+            loaded = self.load((sample + step) % self.source.num_samples)
+            if loaded:
+                return loaded
+        raise LockstepError(f"None of the {self.source.num_samples} samples can be read; check data.path.")
+
+    def count_bad(self, sample: int, error: OSError | DecodeError) -> None:
+        """Note that a sample cannot be used, and stop the run when there are too many."""
+        reason = error.strerror if isinstance(error, OSError) else error
+        self.bad[sample] = f"{self.source.name(sample)} ({reason})"
+        if len(self.bad) > self.max_bad:
+            raise LockstepError(self.describe_excess(self.bad))
+
+    def describe_excess(self, bad: dict[int, str]) -> str:
+        """The sentence that ends a run with too many bad samples, whoever met them."""
+        return (
+            f"{len(bad)} of {self.source.num_samples} samples cannot be read, and data.bad_share allows "
+            f"{self.max_bad}: {', '.join(list(bad.values())[:5])}. "
+            "Repair or remove these files, or raise data.bad_share."
+        )
+
+    def replace_known_bad(self, samples: Samples) -> Samples:
+        """The samples with those known to be bad replaced by their next neighbours not known to be."""
+        if not self.bad:
+            return samples
+        replaced = samples.copy()
+        for row in range(len(replaced)):
+            while int(replaced[row]) in self.bad and len(self.bad) < self.source.num_samples:
+                replaced[row] = (replaced[row] + 1) % self.source.num_samples
+        return replaced

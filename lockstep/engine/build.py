@@ -218,7 +218,7 @@ def build_network(config: RunConfig, num_classes: int) -> nn.Module:
         batch_norm=wanted.batch_norm,
         pool5_batch_norm=wanted.pool5_batch_norm,
         dropout=wanted.dropout,
-        image_size=config.data.image_size,
+        image_size=min([config.data.image_size, *(step.size for step in config.data.image_sizes)]),
     )
     initialize(model, config.train.seed)
     return model
@@ -280,6 +280,12 @@ def build_schedule(config: RunConfig, in_epoch: int, total: int) -> Schedule:
     )
 
 
+def count_decode_threads(config: RunConfig, world: World) -> int:
+    """As many as cores; on a GPU two are left to the threads that drive it."""
+    spared = 2 if world.device.type == "cuda" else 0
+    return config.data.decode_threads or max(1, world.num_threads - spared)
+
+
 def build_train_pipeline(config: RunConfig, world: World, source: Source, start: Cursor) -> TrainPipeline:
     """This rank's training batches from `start` on."""
     data = config.data
@@ -290,16 +296,20 @@ def build_train_pipeline(config: RunConfig, world: World, source: Source, start:
         world_size=world.size,
         seed=config.train.seed,
         image_size=data.image_size,
+        image_sizes=tuple((int(step.until.value), step.size) for step in data.image_sizes),
         crop_area=data.crop_area,
         crop_ratio=data.crop_ratio,
         flip=data.flip,
         mean=data.mean,
         std=data.std,
-        threads=data.decode_threads or world.num_threads,
+        threads=count_decode_threads(config, world),
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         start=start,
         bad_share=data.bad_share,
+        decoder=data.decoder,
+        resident=data.resident,
+        dtype=HALF.get(config.precision.compute, torch.float32),
     )
 
 
@@ -315,8 +325,12 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         eval_resize=data.eval_resize,
         mean=data.mean,
         std=data.std,
-        threads=data.decode_threads or world.num_threads,
+        threads=count_decode_threads(config, world),
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         bad_share=data.bad_share,
+        # Always the same pixels, so that an evaluation can be repeated to the last sample.
+        decoder="cpu",
+        resident=data.resident,
+        dtype=HALF.get(config.precision.compute, torch.float32),
     )

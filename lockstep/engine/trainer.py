@@ -16,10 +16,11 @@ from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, ty
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix
-from lockstep.data.pipeline import Batch, TrainPipeline
+from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.execution import Step, choose_execution
+from lockstep.engine.input_report import InputReport
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.engine.timing import Kind
@@ -93,7 +94,8 @@ class Trainer:
         self.rank_times: list[RankTimes] = []  # of every window
         self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
         self.doctor: Doctor | None = None
-        self.reported_bad: set[int] = set()
+        self.evaluation: EvalPipeline  # from the start of `run` to its end
+        self.input = InputReport(world, sink)
         self.unsaved = ""  # why the last checkpoint could not be written
 
     def run(self) -> Status:
@@ -105,8 +107,12 @@ class Trainer:
             step = choose_execution(
                 self.config, self.parts, self.world, self.total_steps - self.state.step, self._inform
             )
-            with build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline:
+            with (
+                build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline,
+                build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
+            ):
                 status = self._loop(pipeline, step)
+                self.input.say_means(pipeline)
         except BaseException as error:
             self._say_ended("failed", start, reason=str(error))
             raise
@@ -135,6 +141,8 @@ class Trainer:
             clock.mark("input")
             lr = parts.schedule.lr_at(state.step)
             self._seed_dropout()
+            if self._is_evaluated(state.step + 1):
+                self.evaluation.prepare()
             side = take_step(batch, lr, bool(self.stop.signal))
             state.step += 1
             state.cursor = batch.cursor
@@ -167,6 +175,11 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
 
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        every = self.config.train.eval_every.steps(self.steps_per_epoch)
+        return step >= self.total_steps or (every > 0 and step % every == 0)
+
     def _seed_dropout(self) -> None:
         """Chance inside the network is a function of (seed, step, rank), so that none of it has to be saved."""
         torch.manual_seed(int(mix(self.config.train.seed, self.state.step, self.world.rank)) >> 1)
@@ -182,7 +195,7 @@ class Trainer:
         train = self.config.train
         if batch.cursor.epoch > batch.epoch:
             self._certify(batch.epoch, pipeline)
-        if self._is_last or (not stopping and self._is_due(train.eval_every.steps(self.steps_per_epoch))):
+        if self._is_evaluated(self.state.step) and (self._is_last or not stopping):
             self._evaluate()
         if self._is_last or stopping or self._is_due(train.checkpoint_every.steps(self.steps_per_epoch)):
             self._save()
@@ -234,7 +247,8 @@ class Trainer:
         total = sum_ledger(self.state.ledger, self.world)
         expected = expected_ledger(self.sources.train.num_samples, epoch)
         self.state.ledger = Ledger()
-        bad_samples = self._report_bad(pipeline)
+        bad_samples = self.input.name_bad(pipeline, "its neighbour took its place")
+        self.input.say_means(pipeline)
         self._emit(
             EpochDone(epoch=epoch, ledger=f"{total.value:016x}", ledger_ok=total == expected, bad_samples=bad_samples)
         )
@@ -244,20 +258,10 @@ class Trainer:
                 "this is a defect of Lockstep, please report it."
             )
 
-    def _report_bad(self, pipeline: TrainPipeline) -> int:
-        """Name the samples that were replaced because they could not be read; returns how many the world knows of."""
-        bad: dict[int, str] = {}
-        for part in self.world.gather_objects(dict(pipeline.bad)):
-            bad |= part
-        for sample in sorted(bad.keys() - self.reported_bad):
-            self._emit(Notice(level="warning", text=f"{bad[sample]}; its neighbour took its place."))
-        self.reported_bad |= bad.keys()
-        return len(bad)
-
     def _evaluate(self) -> None:
         start = time.perf_counter()
-        with build_eval_pipeline(self.config, self.world, self.sources.val) as batches:
-            result = evaluate(self.parts.model, batches, self.world, self.parts.dtype)
+        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype)
+        self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(
                 step=self.state.step,

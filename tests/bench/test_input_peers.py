@@ -11,7 +11,7 @@ from PIL import Image
 
 from lockstep.bench import input_peers as peers
 from lockstep.bench.input_peers import AREA, RATIO, STD, Contestant, Setting, build_contestants, draw_box
-from lockstep.data.augment import draw_crops, random_crop
+from lockstep.data.augment import draw_crops, random_crops
 from lockstep.data.sources import ImageFolder
 
 
@@ -36,10 +36,10 @@ def test_lockstep_and_pillow_take_part_everywhere(setting: Setting) -> None:
 
 def test_given_the_same_crop_they_make_the_same_square(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     contestants, data = by_name(setting), setting.source.read(0)
-    draw = draw_crops(0, 0, np.arange(1), AREA, RATIO, True)[0]
-    box = random_crop(50, 70, draw, RATIO)
-    monkeypatch.setattr(peers, "draw_box", lambda width, height: (box.left, box.top, box.width, box.height))
-    monkeypatch.setattr(torch, "rand", lambda count: torch.tensor([0.0 if draw.flip else 1.0]))
+    draws = draw_crops(0, 0, np.arange(1), AREA, RATIO, True)
+    top, left, height, width = random_crops(np.array([[50, 70]]), draws.crops, RATIO)[0].tolist()
+    monkeypatch.setattr(peers, "draw_box", lambda *sides: (left, top, width, height))
+    monkeypatch.setattr(torch, "rand", lambda count: torch.tensor([0.0 if draws.flips[0] else 1.0]))
     own, pillow = (contestants[name] for name in ("lockstep", "dataloader-pillow"))
     ours = own.crop([own.decode(data)])[0]
     theirs = pillow.crop([pillow.decode(data)])[0].permute(1, 2, 0).numpy()
@@ -53,7 +53,7 @@ def test_their_crops_have_the_same_distribution() -> None:
     count = 4000
     theirs = np.array([draw_box(400, 300) for _ in range(count)], dtype=float)
     draws = draw_crops(0, 0, np.arange(count), AREA, RATIO, True)
-    ours = np.array([random_crop(300, 400, draw, RATIO) for draw in draws], dtype=float)[:, [1, 0, 3, 2]]
+    ours = random_crops(np.tile([300, 400], (count, 1)), draws.crops, RATIO)[:, [1, 0, 3, 2]]
     for measure in (lambda b: b[:, 2] * b[:, 3], lambda b: b[:, 2] / b[:, 3], lambda b: b[:, 0], lambda b: b[:, 1]):
         quantiles = [np.quantile(measure(boxes), np.linspace(0.1, 0.9, 9)) for boxes in (ours, theirs)]
         assert np.abs(quantiles[0] - quantiles[1]).max() < 0.04 * np.ptp(measure(ours))

@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from lockstep.data import decode as module
-from lockstep.data.decode import DecodeError, decode
+from lockstep.data.decode import FACTORS, DecodeError, decode, is_progressive, read_header
+from tests.data.pictures import huge_jpeg, huge_png
 
 
 def smooth_picture(height: int = 40, width: int = 56) -> np.ndarray:
@@ -94,8 +95,71 @@ def test_what_is_no_image_is_refused_with_a_reason(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_an_image_beyond_the_pixel_limit_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"kind": "PNG"}, {"progressive": True}])
+def test_an_image_beyond_the_pixel_limit_is_refused(
+    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_PIXELS", 40 * 56 - 1)
     with pytest.raises(DecodeError, match="56 × 40 is more than 2239 pixels"):
-        decode(encode(Image.fromarray(smooth_picture()), kind))
+        decode(encode(Image.fromarray(smooth_picture()), **options))
+
+
+def test_a_jpeg_beyond_the_pixel_limit_may_be_decoded_at_a_reduced_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(Image.fromarray(smooth_picture()))
+    for limit, factor in ((40 * 56, 1), (40 * 56 - 1, 2), (20 * 28 - 1, 4), (10 * 14 - 1, 8)):
+        monkeypatch.setattr(module, "MAX_PIXELS", limit)
+        assert read_header(data).min_factor == factor
+    monkeypatch.setattr(module, "MAX_PIXELS", 5 * 7 - 1)
+    with pytest.raises(DecodeError, match="is more than 34 pixels"):
+        read_header(data)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+@pytest.mark.parametrize(("height", "width"), [(40, 56), (41, 57), (47, 63), (3, 5), (1, 1)])
+def test_a_reduced_scale_is_the_picture_made_smaller(height: int, width: int, factor: int) -> None:
+    picture = smooth_picture(height, width)
+    data = encode(Image.fromarray(picture), quality=95, subsampling=0)
+    small = decode(data, factor=factor)
+    expected = np.asarray(Image.fromarray(picture).reduce(factor))
+    assert small.shape == expected.shape == (-(-height // factor), -(-width // factor), 3)
+    inside = np.s_[: height // factor, : width // factor]  # beyond it, blocks are filled up in different ways
+    assert small[inside].size == 0 or difference(small[inside], expected[inside]) <= 12
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_image_is_decoded_into_the_buffer_given(kind: str) -> None:
+    data = encode(Image.fromarray(smooth_picture()), kind)
+    buffer = np.zeros(3 * 40 * 56 + 10, np.uint8)
+    pixels = decode(data, buffer=buffer)
+    assert np.shares_memory(pixels, buffer)
+    assert np.array_equal(pixels, decode(data))
+    assert not buffer[3 * 40 * 56 :].any()
+
+
+def test_views_of_bytes_are_as_good_as_bytes() -> None:
+    for data in (encode(Image.fromarray(smooth_picture())), encode(Image.fromarray(smooth_picture()), "PNG")):
+        assert np.array_equal(decode(memoryview(data)), decode(data))
+
+
+def test_a_header_tells_progressive_and_cmyk_from_the_rest() -> None:
+    image = Image.fromarray(smooth_picture())
+    assert not is_progressive(encode(image))
+    assert is_progressive(encode(image, progressive=True))
+    assert read_header(encode(image)).colors == "YCbCr"
+    assert read_header(encode(image.convert("L"))).colors == "Gray"
+    assert read_header(encode(image.convert("CMYK"))).colors == ""
+    assert read_header(encode(image, "PNG")).max_factor == 1
+
+
+def test_a_poster_of_20000_by_20000_is_decoded_at_a_quarter_of_its_size() -> None:
+    data = huge_jpeg(20_000)
+    header = read_header(data)
+    assert (header.height, header.width, header.min_factor) == (20_000, 20_000, 4)
+    pixels = decode(data)
+    assert pixels.shape == (5000, 5000, 3)
+    assert pixels.min() == 255
+
+
+def test_a_png_of_20000_by_20000_is_refused() -> None:
+    with pytest.raises(DecodeError, match="pixels"):
+        read_header(huge_png(20_000))

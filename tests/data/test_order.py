@@ -148,3 +148,43 @@ def test_the_ledger_tells_a_wrong_epoch(samples: list[int]) -> None:
 
 def test_the_ledger_tells_epochs_apart() -> None:
     assert expected_ledger(5, 0) != expected_ledger(5, 1)
+
+
+@given(
+    st.integers(1, 150),
+    st.integers(1, 60),
+    st.integers(0, 2**32),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 7), st.integers(1, 6)), min_size=1, max_size=6),
+)
+def test_an_epoch_is_complete_whatever_ranks_take_it_up(
+    num_samples: int, global_batch: int, seed: int, epoch: int, parts: list[tuple[int, int]]
+) -> None:
+    """A run is stopped and taken up by other numbers of ranks, each with a ledger of its own from there on."""
+    cursor, seen, ledger = Cursor(epoch), [], Ledger()
+    for world_size, steps in itertools.cycle(parts):
+        ranks = [Ledger() for _ in range(world_size)]
+        for _ in range(steps):
+            plans = [plan_step(cursor, num_samples, global_batch, rank, world_size, seed) for rank in range(world_size)]
+            for own, plan in zip(ranks, plans, strict=True):
+                own.add(plan.epoch, plan.samples)
+                seen += plan.samples.tolist()
+            cursor = plans[0].next
+            if cursor.epoch > epoch:
+                break
+        for own in ranks:  # what a checkpoint does
+            ledger.merge(own)
+        if cursor.epoch > epoch:
+            break
+    assert sorted(seen) == list(range(num_samples))
+    assert ledger == expected_ledger(num_samples, epoch)
+
+
+@given(st.integers(1, 200), st.integers(0, 5), st.data())
+def test_the_ledger_tells_any_lost_or_doubled_sample(num_samples: int, epoch: int, data: st.DataObject) -> None:
+    counts = np.ones(num_samples, np.int64)
+    for sample in data.draw(st.lists(st.integers(0, num_samples - 1), min_size=1, max_size=8)):
+        counts[sample] = data.draw(st.integers(0, 3))
+    ledger = Ledger()
+    ledger.add(epoch, np.repeat(np.arange(num_samples), counts))
+    assert (ledger == expected_ledger(num_samples, epoch)) == bool((counts == 1).all())

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 import threading
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lockstep.data.order import Cursor, expected_ledger
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
+from tests.data.pictures import BAD_AMONG_ODD, huge_jpeg, huge_png, odd_photos
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 CPU = torch.device("cpu")
@@ -291,18 +293,78 @@ def test_decode_threads_start_no_teams_of_their_own(folder: tuple[ImageFolder, I
         assert len(list(tasks.iterdir())) <= before + 2
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_on_the_device_equal_those_on_the_host(folder: tuple[ImageFolder, ImageFolder]) -> None:
-    host = take(12, train_pipeline(folder[0]))
-    load = torch.randn(4096, 4096, device="cuda")
-    copies = []
-    with train_pipeline(folder[0], device=torch.device("cuda")) as pipeline:
-        for batch in islice(pipeline, 12):
-            # The step's stream is far behind the host, so memory reused or read too early would show.
-            load = (load @ load).clamp(-1, 1)
-            copies.append((batch.images.clone(), batch.labels.clone()))
-            assert batch.images.is_contiguous(memory_format=torch.channels_last)
-    for expected, (images, labels) in zip(host, copies, strict=True):
-        assert torch.allclose(images.cpu(), expected.images, atol=1e-6)
-        assert torch.equal(labels.cpu(), expected.labels)
+def test_images_have_the_size_of_their_epoch(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    options = {"global_batch": 35, "image_sizes": ((1, 16), (3, 24))}
+    batches = take(8, train_pipeline(folder[0], **options))
+    assert [(batch.epoch, batch.images.shape[-1]) for batch in batches] == [
+        (0, 16), (0, 16), (1, 24), (1, 24), (2, 24), (2, 24), (3, 32), (3, 32),
+    ]  # fmt: skip
+    resumed = take(2, train_pipeline(folder[0], start=batches[4].cursor, **options))
+    assert all(map(same, resumed, batches[5:7]))
+
+
+def test_every_kind_of_file_is_dealt_with() -> None:
+    source = odd_photos(30)
+    source.encoded[28] = huge_jpeg(20_000)
+    source.encoded[29] = huge_png(20_000)
+    with train_pipeline(source, global_batch=30, bad_share=0.2) as pipeline:
+        (batch,) = islice(pipeline, 1)
+        assert sorted(pipeline.bad) == [*BAD_AMONG_ODD, 29]
+    white = batch.images[batch.samples.tolist().index(28)]
+    assert white.min() > 1.9
+
+
+def test_memory_of_batches_that_nobody_holds_is_used_again(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with train_pipeline(folder[0], prefetch_batches=1) as pipeline:
+        addresses = [next(pipeline).images.data_ptr() for _ in range(20)]
+    assert len(set(addresses)) <= 4
+
+
+def test_batches_that_are_held_stay_as_they_are(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    held, copies = [], []
+    with train_pipeline(folder[0], prefetch_batches=1) as pipeline:
+        for batch in islice(pipeline, 10):
+            held.append(batch.images[1:3])
+            copies.append(batch.images[1:3].clone())
+            del batch
+    assert all(map(torch.equal, held, copies))
+
+
+class SlowImages(Images):
+    """Pictures on a disk that takes its time."""
+
+    def read(self, index: int) -> bytes:
+        time.sleep(0.005)
+        return super().read(index)
+
+
+def test_the_pipeline_works_further_ahead_when_the_step_waits_for_idle_threads() -> None:
+    # A batch of one row is the work of one thread, so that only more batches at once keep eight of them busy.
+    with train_pipeline(SlowImages(64), threads=8, global_batch=1, prefetch_batches=0) as pipeline:
+        assert "2 batches ahead" in pipeline.describe()
+        for _ in islice(pipeline, 60):
+            pass
+        assert "8 decode threads" in pipeline.describe()
+        assert "2 batches ahead" not in pipeline.describe()
+
+
+def test_a_depth_that_is_set_stays() -> None:
+    with train_pipeline(SlowImages(64), threads=8, global_batch=1, prefetch_batches=2) as pipeline:
+        for _ in islice(pipeline, 40):
+            pass
+        assert "2 batches ahead" in pipeline.describe()
+
+
+def test_an_evaluation_can_be_begun_before_it_is_asked_for(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with eval_pipeline(folder[1]) as pipeline:
+        expected = list(pipeline)
+        pipeline.prepare()
+        pipeline.prepare()
+        assert all(map(same, list(pipeline), expected))
+        assert len(list(pipeline)) == len(expected)
+
+
+@pytest.mark.parametrize("decoder", ["nvjpeg", "both"])
+def test_nvjpeg_without_a_gpu_is_refused(decoder: str) -> None:
+    with pytest.raises(LockstepError, match=rf'data\.decoder = "{decoder}" needs a CUDA device'):
+        train_pipeline(Images(4), decoder=decoder)

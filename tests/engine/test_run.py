@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lockstep.comm.world import World
 from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, watch_signals
@@ -94,3 +95,20 @@ def test_a_defect_of_ours_stays_what_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, explain_failures(world_of_one()):
         raise error
     assert caught.value is error
+
+
+def test_a_run_taken_up_between_image_sizes_agrees_with_one_that_never_stopped(images: Path, tmp_path: Path) -> None:
+    settings = [
+        'data.image_sizes=[{until = "1ep", size = 32}]',
+        "data.image_size=40",
+        "data.eval_resize=40",
+        "optim.schedule=constant",
+    ]
+    train(images, tmp_path / "whole", *settings, "train.duration=7st")
+    train(images, tmp_path / "broken", *settings, "train.duration=4st")
+    train(images, tmp_path / "broken", *settings, "train.duration=7st", resume=True)
+    whole, broken = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000007" / "model.safetensors")
+        for name in ("whole", "broken")
+    )
+    assert all(torch.equal(whole[name], broken[name]) for name in whole)

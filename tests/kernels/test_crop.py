@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
 
-from lockstep.data.augment import central_crop
+from lockstep.data.augment import central_crops
 from lockstep.kernels.crop import crop_resize, crop_resize_plain, crop_table, interleaved, planar
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -119,8 +119,9 @@ def test_a_fractional_box_is_the_sum_over_the_whole_image(
 @pytest.mark.parametrize("shape", [(40, 57), (23, 64), (12, 12)])
 def test_the_evaluation_crop_is_that_of_pillow(crop: Crop, shape: tuple[int, int]) -> None:
     image, size = noise(*shape), 16
-    box = central_crop(*shape, resize=18, size=size)
-    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
+    (box,) = central_crops(np.array([shape]), resize=18, size=size)
+    top, left, height, width = box.tolist()
+    edges = (left, top, left + width, top + height)
     expected = np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR, box=edges))
     found = crop_one(crop, image, box, size, confined=False)
     assert np.abs(found - expected.astype(float)).max() < PILLOW_LEVELS

@@ -1,0 +1,76 @@
+"""Encoded JPEGs → planar images on the GPU, many at once, by nvJPEG through torchvision, where that is installed."""
+
+import threading
+from collections import deque
+from functools import cache
+from importlib.util import find_spec
+
+import numpy as np
+import simplejpeg
+import torch
+from torch import Tensor
+
+from lockstep.data.decode import Encoded, is_progressive
+from lockstep.data.reader import Loaded
+
+# Images of one call: enough to keep nvJPEG's engines busy, few enough that a batch need not wait long for one.
+MAX_IMAGES = 64
+
+
+@cache
+def has_nvjpeg() -> bool:
+    """Whether JPEGs can be decoded on a GPU here, found out by decoding one."""
+    if not torch.cuda.is_available() or find_spec("torchvision") is None:
+        return False
+    probe = simplejpeg.encode_jpeg(np.zeros((16, 16, 3), np.uint8))
+    try:
+        nvjpeg = Nvjpeg(torch.device("cuda", torch.cuda.current_device()))
+        return nvjpeg.decode([probe], None) is not None
+    except (ImportError, AttributeError, RuntimeError):  # a torchvision for another PyTorch, or built without nvJPEG
+        return False
+
+
+class Nvjpeg:
+    """nvJPEG on one device; one thread at a time may decode, which is all that torchvision allows."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        self._decode_jpeg, self._mode = decode_jpeg, ImageReadMode.RGB
+        self._device = device
+        # nvJPEG writes on a stream of its own, which waits for nobody, into memory that is free in the order of the
+        # stream given here. So this one is used for nothing else, and images are let go only when they were cropped.
+        self._stream = torch.cuda.Stream(device)
+        self._held: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def can_decode(image: Loaded) -> bool:
+        """Whether this is plain work: one scan in colour that ends where it should; libjpeg-turbo judges the others."""
+        data = image.data
+        return image.header.colors == "YCbCr" and bytes(data[-2:]) == b"\xff\xd9" and not is_progressive(data)
+
+    def decode(self, encoded: list[Encoded], reader: torch.cuda.Stream | None) -> list[Tensor] | None:
+        """The images, 3 × height × width, for use on stream `reader`; None when nvJPEG refuses one of them."""
+        if not encoded:
+            return []
+        # A copy, because PyTorch warns of memory that it could not write to.
+        data = [torch.frombuffer(bytearray(item), dtype=torch.uint8) for item in encoded]
+        try:
+            with torch.cuda.stream(self._stream):
+                planes: list[Tensor] = self._decode_jpeg(data, mode=self._mode, device=self._device)
+                if reader:
+                    reader.wait_event(self._stream.record_event())
+                return planes
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # a damaged image somewhere among them; the decode threads find out which
+            return None
+
+    def hold(self, images: list[Tensor], until: torch.cuda.Event | None) -> None:
+        """Keep images until the device has passed the event, and let go those whose event it has passed."""
+        with self._lock:
+            while self._held and self._held[0][1].query():
+                self._held.popleft()
+            if until:
+                self._held.append((images, until))

@@ -1,0 +1,77 @@
+"""Decoded images that stay on the device: a small data set is decoded once, and later epochs only crop it."""
+
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lockstep.data.decode import DecodeError, read_header
+from lockstep.data.order import Samples
+from lockstep.data.sources import Source
+
+# Samples whose headers stand for all when the size of a data set is estimated.
+NUM_PROBES = 200
+
+
+def estimate_bytes(source: Source) -> float:
+    """What all images of a source take when decoded, from the headers of a few spread evenly over it."""
+    probes = np.unique(np.linspace(0, source.num_samples - 1, NUM_PROBES).astype(np.int64))
+    sizes = []
+    for sample in probes.tolist():
+        try:
+            header = read_header(source.read(sample))
+            sizes.append(3 * header.height * header.width)
+        except (OSError, DecodeError):
+            continue  # the pipeline counts and names it when its turn comes
+    return float(np.mean(sizes or [0])) * source.num_samples
+
+
+class Resident:
+    """The images seen so far, up to a limit; where each lies, by sample."""
+
+    def __init__(self, num_samples: int, max_bytes: float) -> None:
+        self._bytes_left = max_bytes
+        self._addresses = np.zeros(num_samples, np.int64)  # 0: not here
+        self._strides = np.zeros((num_samples, 3), np.int64)
+        self._sides = np.zeros((num_samples, 2), np.int64)
+        self._memory: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    @property
+    def num_images(self) -> int:
+        """Images on the device."""
+        return int(np.count_nonzero(self._addresses))
+
+    def holds(self, samples: Samples) -> NDArray[np.bool_]:
+        """Which of these are here."""
+        held: NDArray[np.bool_] = self._addresses[samples] != 0
+        return held
+
+    def find(self, samples: Samples) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Addresses, strides and sides of samples that are here."""
+        return self._addresses[samples], self._strides[samples], self._sides[samples]
+
+    def keep(
+        self,
+        samples: Samples,
+        addresses: NDArray[np.int64],
+        strides: NDArray[np.int64],
+        sides: NDArray[np.int64],
+        memory: list[Tensor],
+    ) -> None:
+        """Keep images that just came to the device in `memory`, unless the limit is reached."""
+        with self._lock:
+            num_bytes = sum(tensor.nbytes for tensor in memory)
+            if num_bytes > self._bytes_left:
+                return
+            self._bytes_left -= num_bytes
+            self._memory += memory
+            self._strides[samples], self._sides[samples] = strides, sides
+            self._addresses[samples] = addresses  # last: from here on other threads find them
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Device memory that nobody uses; nothing on a CPU, where nothing is kept."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0

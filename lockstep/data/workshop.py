@@ -1,0 +1,128 @@
+"""Where batches are made: chooses path, decoders and what stays on the device, and starts the threads accordingly."""
+
+from typing import Literal, NotRequired, TypedDict
+
+import torch
+
+from lockstep.data.block import Request, Rows
+from lockstep.data.device_batch import DeviceBatch, DevicePath
+from lockstep.data.host_batch import HostPath
+from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg
+from lockstep.data.prefetch import Making, Pending, Prefetcher
+from lockstep.data.reader import SampleReader
+from lockstep.data.resident import Resident, estimate_bytes, free_device_bytes
+from lockstep.errors import LockstepError
+
+# The share of the free device memory that decoded images may take when they are told to stay there.
+ON_SHARE = 0.8
+
+DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]
+Residence = Literal["auto", "on", "off"]
+
+
+class Means(TypedDict):
+    """What it takes to make batches, as both pipelines are given it."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    threads: int
+    device: torch.device
+    dtype: NotRequired[torch.dtype]  # of the images
+    decoder: NotRequired[DecoderName]
+    resident: NotRequired[Residence]
+    on_device: NotRequired[bool]  # whether the device crops; by default a GPU does
+
+
+class Workshop:
+    """Takes requests and gives batches; images that fit into a `share` of the free device memory stay there."""
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        threads: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        decoder: DecoderName = "auto",
+        resident: Residence = "auto",
+        on_device: bool | None = None,
+        *,
+        share: float,
+    ) -> None:
+        self._threads = threads
+        self._device = device
+        self._decoder = choose_decoder(decoder, device)
+        self._path: DevicePath | HostPath
+        if device.type == "cuda" if on_device is None else on_device:
+            nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
+            kept = build_resident(resident, reader, device, share)
+            self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg)
+        else:
+            self._path = HostPath(reader, mean, std, dtype)
+        self._prefetcher = Prefetcher(
+            self._path,
+            threads,
+            fill_by_nvjpeg=_fill_by_nvjpeg if self._decoder in ("nvjpeg", "both") else None,
+            host_decodes=self._decoder != "nvjpeg",
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether some thread has nothing to do."""
+        return self._prefetcher.is_idle
+
+    def start(self, request: Request) -> Pending:
+        """Begin a batch."""
+        return self._prefetcher.start(request)
+
+    def mark_step(self) -> torch.cuda.Event | None:
+        """An event behind everything the step has queued so far; None on a CPU, which queues nothing."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def describe(self) -> str:
+        """Who decodes, and what stays on the device."""
+        threads = f"{self._threads} decode thread{'s' if self._threads > 1 else ''}"
+        who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": f"{threads} and nvJPEG"}[self._decoder]
+        resident = self._path.resident if isinstance(self._path, DevicePath) else None
+        return f"{who}, decoded images stay on the device" if resident else who
+
+    def close(self) -> None:
+        """Stop the threads, and let the device finish what they have started."""
+        self._prefetcher.close()
+        if isinstance(self._path, DevicePath) and self._path.lane.stream:
+            self._path.lane.stream.synchronize()
+
+
+def _fill_by_nvjpeg(making: Making, rows: Rows) -> Rows:
+    assert isinstance(making, DeviceBatch)
+    return making.fill_by_nvjpeg(rows)
+
+
+def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", "nvjpeg", "both"]:
+    """Who decodes: on a GPU everybody who can, unless told otherwise."""
+    is_possible = device.type == "cuda" and has_nvjpeg()
+    if wanted == "auto":
+        return "both" if is_possible else "cpu"
+    if wanted != "cpu" and not is_possible:
+        raise LockstepError(
+            f'data.decoder = "{wanted}" needs a CUDA device and torchvision; install torchvision or set it to "cpu".'
+        )
+    return wanted
+
+
+def build_resident(wanted: Residence, reader: SampleReader, device: torch.device, share: float) -> Resident | None:
+    """Room for all decoded images, where that takes no more than a share of what is free or is asked for."""
+    num_samples = reader.source.num_samples
+    if wanted == "off":
+        return None
+    free = free_device_bytes(device)
+    needed = estimate_bytes(reader.source)
+    if wanted == "on":
+        if needed > ON_SHARE * free:
+            raise LockstepError(
+                f"The decoded images take {needed / 2**30:.1f} GiB and the device has {free / 2**30:.1f} GiB free; "
+                'set data.resident to "auto" or "off".'
+            )
+        return Resident(num_samples, ON_SHARE * free)
+    return Resident(num_samples, share * free) if needed <= share * free else None

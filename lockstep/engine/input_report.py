@@ -1,0 +1,38 @@
+"""What a run says of its input: which samples could not be read, and how batches are made (step 10 on the walk)."""
+
+from lockstep.comm.world import World
+from lockstep.data.pipeline import Pipeline
+from lockstep.errors import SharedError
+from lockstep.events import Notice, Sink
+
+
+class InputReport:
+    """Says each thing once."""
+
+    def __init__(self, world: World, sink: Sink) -> None:
+        self._world = world
+        self._sink = sink
+        self._named: set[str] = set()
+        self._means = ""
+
+    def name_bad(self, pipeline: Pipeline, consequence: str) -> int:
+        """Name the samples that any rank could not read, and stop if they are too many; returns how many they are.
+
+        Every rank must call it: a rank by itself stops only for what it met itself.
+        """
+        bad: dict[int, str] = {}
+        for part in self._world.gather_objects(dict(pipeline.bad)):
+            bad |= part
+        for sample in sorted(bad):
+            if bad[sample] not in self._named:
+                self._sink.emit(Notice(level="warning", text=f"{bad[sample]}; {consequence}."))
+        self._named |= set(bad.values())
+        if len(bad) > pipeline.reader.max_bad:
+            raise SharedError(pipeline.reader.describe_excess(bad))
+        return len(bad)
+
+    def say_means(self, pipeline: Pipeline) -> None:
+        """Tell how this rank's batches are made, when that has changed."""
+        if pipeline.describe() != self._means:
+            self._means = pipeline.describe()
+            self._sink.emit(Notice(level="info", text=self._means))

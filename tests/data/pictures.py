@@ -1,0 +1,90 @@
+"""Encoded pictures of every kind that data sets hold, good and bad, as a source in memory."""
+
+import io
+import zlib
+
+import numpy as np
+from PIL import Image
+
+
+def picture(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Smooth blobs, which every decoder shows alike."""
+    rough = np.random.default_rng(seed).integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8)
+    return np.array(Image.fromarray(rough).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encode(image: Image.Image | np.ndarray, kind: str = "JPEG", **options: object) -> bytes:
+    file = io.BytesIO()
+    if kind == "JPEG":
+        options = {"quality": 95, "subsampling": 0} | options
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(file, kind, **options)
+    return file.getvalue()
+
+
+def huge_jpeg(side: int) -> bytes:
+    """A white JPEG of side × side pixels, put together from parts: an encoder would take gigabytes."""
+    stripe = encode(Image.new("L", (8 * 64, 8), 255), subsampling=-1)
+    frame, scan = stripe.index(b"\xff\xc0"), stripe.index(b"\xff\xda")
+    start = scan + 2 + int.from_bytes(stripe[scan + 2 : scan + 4], "big")
+    head = bytearray(stripe[:start])
+    head[frame + 5 : frame + 9] = side.to_bytes(2, "big") * 2
+    bits = np.unpackbits(np.frombuffer(stripe[start:-2].replace(b"\xff\x00", b"\xff"), np.uint8))
+    # The first block sets the level; each further one is the same six bits, "no difference" and "end of block".
+    same = np.array([0, 0, 1, 0, 1, 0], np.uint8)
+    first = "".join(map(str, bits)).rindex("001010" * 63)
+    num_blocks = (-(-side // 8)) ** 2
+    coded = np.packbits(np.concatenate([bits[:first], np.tile(same, num_blocks - 1), np.ones(7, np.uint8)]))
+    return bytes(head) + coded.tobytes().replace(b"\xff", b"\xff\x00") + b"\xff\xd9"
+
+
+class Pictures:
+    """A source of given encoded images; counts how often each is read."""
+
+    def __init__(self, encoded: list[bytes]) -> None:
+        self.encoded = encoded
+        self.num_samples = len(encoded)
+        self.labels = np.arange(self.num_samples, dtype=np.int64)
+        self.num_reads = 0
+
+    def read(self, index: int) -> bytes:
+        self.num_reads += 1
+        return self.encoded[index]
+
+    def name(self, index: int) -> str:
+        return f"picture-{index}.jpg"
+
+
+def photos(count: int, low: int = 40, high: int = 90) -> Pictures:
+    """Colour JPEGs of different sizes."""
+    sides = np.random.default_rng(7).integers(low, high, (count, 2)).tolist()
+    return Pictures([encode(picture(height, width, seed)) for seed, (height, width) in enumerate(sides)])
+
+
+def odd_photos(count: int) -> Pictures:
+    """Photos among which every kind that nvJPEG does not get, or that is no picture at all, occurs."""
+    source = photos(count)
+    sixteen_bit = np.linspace(0, 65535, 40 * 56).reshape(40, 56).astype(np.uint16)
+    good = Image.fromarray(picture(50, 60, 99))
+    kinds = [
+        encode(good.convert("L"), subsampling=-1),
+        encode(good.convert("CMYK"), subsampling=-1),
+        encode(good, progressive=True),
+        encode(Image.fromarray(sixteen_bit), "PNG"),
+        encode(good, "PNG"),
+        encode(good)[:-300],
+        b"",
+        b"this is not an image",
+    ]
+    for turn, kind in enumerate(kinds):
+        source.encoded[3 * turn + 1] = kind
+    return source
+
+
+BAD_AMONG_ODD = [3 * turn + 1 for turn in (5, 6, 7)]
+
+
+def huge_png(side: int) -> bytes:
+    """A PNG whose header says side × side."""
+    chunks = [b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00", b"IDAT" + zlib.compress(b"\x00")]
+    framed = [(len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") for chunk in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)

@@ -1,0 +1,186 @@
+"""The device's path, run on the CPU's memory: the same batches as the host's path, whoever decodes."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.data import device_batch, workshop
+from lockstep.data.decode import Encoded, decode
+from lockstep.data.nvjpeg import Nvjpeg
+from lockstep.data.pipeline import Batch, TrainPipeline
+from lockstep.kernels.crop import crop_resize
+from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
+from tests.data.test_pipeline import STD, eval_pipeline, take, train_pipeline
+
+# The host's path rounds to whole levels twice, the kernel never does; a level is 1 / 255 / std.
+TOLERANCE = 1.51 / 255 / STD[0]
+
+
+def on_device(source: Pictures, **changes: object) -> TrainPipeline:
+    return train_pipeline(source, on_device=True, **changes)
+
+
+def assert_alike(left: list[Batch], right: list[Batch], tolerance: float = TOLERANCE) -> None:
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.samples.tolist() == other.samples.tolist()
+        assert one.labels.tolist() == other.labels.tolist()
+        assert (one.images - other.images).abs().max() <= tolerance
+        assert one.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_training_batches_equal_those_of_the_host() -> None:
+    source = photos(20)
+    assert_alike(take(4, on_device(source)), take(4, train_pipeline(source)))
+
+
+def test_images_decoded_at_a_reduced_scale_equal_those_of_the_host() -> None:
+    source = photos(12, low=100, high=300)
+    options = {"image_size": 16, "global_batch": 12, "crop_area": (0.5, 1.0)}
+    assert_alike(take(2, on_device(source, **options)), take(2, train_pipeline(source, **options)))
+
+
+def test_evaluation_batches_equal_those_of_the_host() -> None:
+    source = photos(20, low=30, high=300)
+    with eval_pipeline(source, on_device=True) as device, eval_pipeline(source) as host:
+        assert_alike(list(device), list(host))
+
+
+def test_the_kernel_itself_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_batch, "crop_resize_plain", crop_resize)
+    source = photos(3, low=12, high=20)
+    options = {"image_size": 8, "global_batch": 3}
+    assert_alike(take(1, on_device(source, **options)), take(1, train_pipeline(source, **options)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("device_crops", [False, True])
+def test_images_come_in_the_precision_asked_for(dtype: torch.dtype, device_crops: bool) -> None:
+    (batch,) = take(1, train_pipeline(photos(16), dtype=dtype, on_device=device_crops))
+    (exact,) = take(1, train_pipeline(photos(16)))
+    assert batch.images.dtype == dtype
+    assert batch.images.is_contiguous(memory_format=torch.channels_last)
+    assert (batch.images.float() - exact.images).abs().max() < TOLERANCE + 2**-7
+
+
+def test_blocks_too_large_for_one_piece_of_memory_go_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = photos(16)
+    whole = take(1, on_device(source))
+    monkeypatch.setattr(device_batch, "MAX_SLAB_BYTES", 20_000)
+    assert_alike(take(1, on_device(source)), whole, tolerance=0)
+
+
+def test_bad_samples_are_replaced_as_on_the_host() -> None:
+    source = odd_photos(24)
+    batches = []
+    for device_crops in (True, False):
+        with train_pipeline(source, on_device=device_crops, bad_share=0.2, global_batch=24) as pipeline:
+            batches.append(list(islice(pipeline, 2)))
+            assert sorted(pipeline.bad) == BAD_AMONG_ODD
+    assert_alike(*batches)
+
+
+def test_bad_samples_are_left_out_of_evaluation_as_on_the_host() -> None:
+    source = odd_photos(24)
+    batches = []
+    for device_crops in (True, False):
+        with eval_pipeline(source, on_device=device_crops, bad_share=0.2) as pipeline:
+            batches.append(list(pipeline))
+            assert sorted(pipeline.bad) == BAD_AMONG_ODD
+    assert_alike(*batches)
+
+
+def test_a_batch_of_bad_samples_only_is_an_empty_one() -> None:
+    source = Pictures([b"bad"] * 8 + [encode(picture(40, 40))] * 8)
+    with eval_pipeline(source, on_device=True, bad_share=1.0) as pipeline:
+        assert [len(batch.labels) for batch in pipeline] == [0, 8]
+
+
+class CpuNvjpeg:
+    """What nvJPEG does, on the CPU: planar images of plain JPEGs; it refuses some, as nvJPEG may."""
+
+    can_decode = staticmethod(Nvjpeg.can_decode)
+
+    def __init__(self, refused: tuple[bytes, ...] = ()) -> None:
+        self.refused = refused
+        self.num_decoded = 0
+
+    def decode(self, encoded: list[Encoded], reader: object) -> list[Tensor] | None:
+        if any(item in self.refused for item in encoded):
+            return None
+        self.num_decoded += len(encoded)
+        return [torch.from_numpy(decode(item)).permute(2, 0, 1).contiguous() for item in encoded]
+
+    def hold(self, images: list[Tensor], until: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("decoder", ["nvjpeg", "both"])
+def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = odd_photos(64)
+    nvjpeg = CpuNvjpeg(refused=(source.encoded[0],))
+    monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
+    options = {"bad_share": 0.2, "global_batch": 64}
+    with on_device(source, decoder=decoder, **options) as pipeline:
+        batches = list(islice(pipeline, 4))
+        assert sorted(pipeline.bad) == BAD_AMONG_ODD
+    assert_alike(batches, take(4, train_pipeline(source, **options)))
+    assert decoder == "both" or nvjpeg.num_decoded > 0
+
+
+def test_posters_are_left_to_the_decoder_that_reduces_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvjpeg = CpuNvjpeg()
+    monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
+    options = {"image_size": 8, "global_batch": 8, "crop_area": (0.9, 1.0)}
+    take(1, on_device(photos(8, low=100, high=200), decoder="nvjpeg", prefetch_batches=1, **options))
+    assert nvjpeg.num_decoded == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("decoder", ["cpu", "nvjpeg", "both"])
+def test_batches_of_a_gpu_equal_those_of_the_host_under_load(decoder: str) -> None:
+    if decoder != "cpu":
+        pytest.importorskip("torchvision")
+    source = photos(600, low=100, high=400)
+    source.encoded[7] = encode(picture(80, 90).mean(axis=2).astype(np.uint8), subsampling=-1)
+    source.encoded[11] = source.encoded[11][:-200]
+    options = {"global_batch": 128, "image_size": 96, "bad_share": 0.01}
+    host = take(12, train_pipeline(source, **options))
+    load = torch.randn(4096, 4096, device="cuda")
+    copies = []
+    with train_pipeline(
+        source, device=torch.device("cuda"), decoder=decoder, resident="off", threads=8, **options
+    ) as pipeline:
+        for batch in islice(pipeline, 12):
+            # The step's stream is far behind the host, so memory reused or read too early would show.
+            load = (load @ load).clamp(-1, 1)
+            copies.append((batch.images.clone(), batch.labels.clone()))
+    # nvJPEG spreads colour and rounds in its own way: a few levels on smooth pictures.
+    tolerance = TOLERANCE if decoder == "cpu" else 6 / 255 / STD[0]
+    for expected, (images, labels) in zip(host, copies, strict=True):
+        assert torch.equal(labels.cpu(), expected.labels)
+        assert (images.cpu() - expected.images).abs().max() <= tolerance
+        assert images.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("resident", ["on", "off"])
+def test_a_long_run_on_a_gpu_takes_no_more_memory_than_a_short_one(resident: str) -> None:
+    source = photos(256, low=100, high=400)
+    options = {"global_batch": 64, "image_size": 96, "device": torch.device("cuda"), "threads": 8}
+    with train_pipeline(source, resident=resident, dtype=torch.float16, **options) as pipeline:
+        for _ in islice(pipeline, 40):
+            pass
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        for _ in islice(pipeline, 200):
+            pass
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() <= 1.5 * before
