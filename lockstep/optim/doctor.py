@@ -46,7 +46,9 @@ class Doctor:
             text = self._describe_stall(int(state[ROW]), firsts)
         elif skipped:
             text = f"Skipped {_times(skipped, 'step')} whose gradients overflowed, first in {_rank(new)}; " + (
-                "the loss scale cannot fall any further." if is_at_floor else f"the loss scale is now {_number(state[SCALE])}."
+                "the loss scale cannot fall any further."
+                if is_at_floor
+                else f"the loss scale is now {_number(state[SCALE])}."
             )
         return Diagnosis(skipped, text, is_at_floor, is_stalled)
 
