@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from lockstep.layout import ALIGNMENT, Layout, ParameterSpec, plan_layout
 
 shapes = st.lists(st.integers(1, 9), min_size=0, max_size=4).map(tuple)
-parameters = st.lists(st.tuples(shapes, st.booleans(), st.booleans()), max_size=30).map(
-    lambda rows: [ParameterSpec(f"p{i}", shape, decay, adapt) for i, (shape, decay, adapt) in enumerate(rows)]
+parameters = st.lists(st.tuples(shapes, st.booleans(), st.booleans(), st.booleans()), max_size=30).map(
+    lambda rows: [ParameterSpec(f"p{i}", *row) for i, row in enumerate(rows)]
 )
 
 
@@ -31,9 +31,23 @@ def test_slots_and_the_end_are_aligned_without_waste(specs: list[ParameterSpec])
 
 
 @given(parameters)
-def test_slots_stand_in_backward_order_and_keep_what_they_were_told(specs: list[ParameterSpec]) -> None:
-    slots = reversed(plan_layout(specs).slots)
-    assert [ParameterSpec(s.name, s.shape, s.decay, s.adapt) for s in slots] == specs
+def test_half_slots_come_first_and_both_parts_stand_in_backward_order(specs: list[ParameterSpec]) -> None:
+    layout = plan_layout(specs)
+    backward = specs[::-1]
+    expected = [spec for spec in backward if spec.half] + [spec for spec in backward if not spec.half]
+    assert [ParameterSpec(s.name, s.shape, s.decay, s.adapt, s.half) for s in layout.slots] == expected
+    assert all(slot.half == (slot.offset < layout.split) for slot in layout.slots)
+    assert [slot.name for slot in sorted(layout.slots, key=lambda slot: slot.depth)] == [s.name for s in backward]
+
+
+@given(parameters)
+def test_the_head_is_the_half_part_or_everything(specs: list[ParameterSpec]) -> None:
+    layout = plan_layout(specs)
+    halves = [slot for slot in layout.slots if slot.half]
+    assert list(layout.head.slots) == (halves or list(layout.slots))
+    assert layout.head.numel == (layout.split or layout.numel)
+    assert layout.gradient_bytes == 4 * layout.numel - 2 * layout.split
+    assert layout.head_element_bytes == (2 if halves else 4)
 
 
 def test_a_model_without_parameters_has_an_empty_layout() -> None:

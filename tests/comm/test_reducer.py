@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.cost import Choice
-from lockstep.comm.fusion import ReductionPlan, plan_buffers
+from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
 from lockstep.comm.hybrid import FLAT, Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import find_topology
@@ -17,10 +17,12 @@ from lockstep.optim.storage import build_weights, mixed_views
 from tests.ranks import run_ranks, world_of_one
 
 
-def build_network() -> nn.Module:
+def build_network(norm: bool = False) -> nn.Module:
     torch.manual_seed(0)
+    # By its running statistics, which do not depend on the shares.
+    middle = nn.BatchNorm2d(7).eval() if norm else nn.Identity()
     return nn.Sequential(
-        nn.Conv2d(3, 7, 3), nn.ReLU(), nn.Conv2d(7, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 4 * 4, 3)
+        nn.Conv2d(3, 7, 3), middle, nn.ReLU(), nn.Conv2d(7, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 4 * 4, 3)
     )
 
 
@@ -35,15 +37,16 @@ def reduce_once(
     overlap: bool,
     passes: int = 1,
     choice: Choice = FLAT,
-    late: bool = False,
+    dtype: torch.dtype = torch.float32,
+    copies_late: bool = False,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    model = build_network()
-    layout = plan_layout(describe_parameters(model))
-    build_weights(model, layout, world.device)
-    gradients = allocate_gradients(layout.numel, world.device)
+    model = build_network(norm=dtype != torch.float32)
+    layout = plan_layout(describe_parameters(model, half=dtype != torch.float32))
+    build_weights(model, layout, world.device, dtype)
+    gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
     parameters = dict(model.named_parameters())
     slots = mixed_views(*gradients, layout)
-    buffers = plan_buffers(layout, threshold)
+    buffers = add_tail(layout, plan_buffers(layout.head, threshold, layout.head_element_bytes))
     plan = ReductionPlan(buffers, (choice,) * len(buffers), overlap)
     hybrid = None
     if world.size > 1:
@@ -56,7 +59,7 @@ def reduce_once(
         plan,
         start=hybrid.start if hybrid else None,
     )
-    reducer.copies_late |= late
+    reducer.copies_late = copies_late  # as on a GPU
     start = sum(shares[: world.rank])
     own = samples(sum(shares))[start : start + shares[world.rank]]
     for _ in range(2):  # the second step must not remember the first
@@ -64,7 +67,7 @@ def reduce_once(
         reducer.side[0] = world.rank + 1
         chunks = own.chunk(passes) if len(own) else ()
         for index, chunk in enumerate(chunks):
-            loss = model(chunk).square().sum() / sum(shares)
+            loss = model(chunk.to(dtype)).float().square().sum() / sum(shares)
             if index == len(chunks) - 1:
                 reducer.arm()
             loss.backward()
@@ -73,8 +76,8 @@ def reduce_once(
     return named, reducer.side[0].item()
 
 
-def expected(count: int) -> dict[str, torch.Tensor]:
-    model = build_network()
+def expected(count: int, norm: bool = False) -> dict[str, torch.Tensor]:
+    model = build_network(norm)
     (model(samples(count)).square().sum() / count).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
 
@@ -120,8 +123,58 @@ def test_one_rank_needs_no_group() -> None:
         torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_copied_all_at_once_are_the_same(passes: int) -> None:
-    named, _ = reduce_once(world_of_one(), [6], 1.0, False, passes, late=True)
-    for name, gradient in expected(6).items():
-        torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("choice", [FLAT, Choice("doubling"), Choice("torus", 2)], ids=str)
+def test_half_and_fp32_gradients_travel_in_their_own_format(dtype: torch.dtype, choice: Choice) -> None:
+    shares = [2, 0, 3]
+    oracle = expected(sum(shares), norm=True)
+    (first, votes), *others = run_ranks(reduce_once, 3, shares, 300.0, True, 1, choice, dtype)
+    assert votes == 6
+    assert {name for name, gradient in first.items() if gradient.dtype == torch.float32} == {"1.weight", "1.bias"}
+    for name, gradient in oracle.items():
+        tolerance = 2e-3 if dtype == torch.float16 else 2e-2
+        error = torch.linalg.norm(first[name].float() - gradient) / torch.linalg.norm(gradient)
+        assert error < tolerance, (name, error)
+        assert all(torch.equal(first[name], other[name]) for other, _ in others)
+
+
+@pytest.mark.parametrize("shares", [[4], [3, 2], [3, 0]])
+def test_gradients_copied_all_at_once_are_the_same(shares: list[int]) -> None:
+    overlap = len(shares) == 1
+    late = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, True)
+    soon = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, False)
+    for (found, votes), (wanted, _) in zip(late, soon, strict=True):
+        assert votes == sum(range(1, len(shares) + 1))
+        assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+def test_a_network_without_batch_norm_still_sends_its_side_numbers() -> None:
+    """All slots are half then, and the last buffer holds the side numbers alone."""
+    for _, votes in run_ranks(reduce_votes, 2):
+        assert votes == 3
+
+
+def reduce_votes(world: World) -> tuple[None, float]:
+    model = nn.Linear(4, 2)
+    layout = plan_layout(describe_parameters(model, half=True))
+    assert layout.split == layout.numel
+    build_weights(model, layout, world.device, torch.float16)
+    gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=torch.float16)
+    buffers = add_tail(layout, plan_buffers(layout.head, 1.0, 2))
+    hybrid = Hybrid(find_topology(["here"] * world.size), world.rank, world.device, Wire())
+    parameters = dict(model.named_parameters())
+    reducer = Reducer(
+        [parameters[slot.name] for slot in layout.slots],
+        gradients,
+        mixed_views(*gradients, layout),
+        ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True),
+        start=hybrid.start,
+    )
+    reducer.begin()
+    reducer.side[0] = world.rank + 1
+    reducer.arm()
+    model(torch.ones(3, 4).half()).float().sum().backward()
+    reducer.finish()
+    assert parameters["bias"].grad is None
+    assert gradients[0].sum() == 2 * 3 * 2 * (4 + 1)  # ranks × samples × outputs × (weights and bias)
+    return None, reducer.side[0].item()

@@ -17,7 +17,6 @@ from lockstep.optim.sgd import Sgd
 
 BuildRule = Callable[[Layout], Rule]
 RULES: dict[str, BuildRule] = {"sgd": Sgd, "nesterov": partial(Sgd, nesterov=True), "lars": Lars, "lamb": Lamb}
-RULES |= {f"fused {name}": partial(rule, fused=True) for name, rule in RULES.items()}
 every_rule = pytest.mark.parametrize("build_rule", RULES.values(), ids=RULES)
 
 

@@ -8,6 +8,7 @@ import torch
 from lockstep.layout import ParameterSpec
 from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import named_arrays
+from tests.optim.equations import run_sgd
 
 SETTINGS: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.05}
 
@@ -16,12 +17,7 @@ SETTINGS: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.05}
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nesterov: bool, fused: bool) -> None:
     def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
-        v = 0.0
-        for g, lr in zip(gradients, learning_rates, strict=True):
-            d = g + 0.05 * w if spec.decay else g
-            v = 0.8 * v + d
-            w = w - lr * (d + 0.8 * v if nesterov else v)
-        return w
+        return run_sgd(w, gradients, learning_rates, spec, nesterov=nesterov, **SETTINGS)
 
     problem.assert_follows(Sgd(problem.layout, nesterov=nesterov, fused=fused, **SETTINGS), reference)
 

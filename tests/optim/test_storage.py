@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
 from lockstep.optim.groups import describe_parameters
-from lockstep.optim.storage import build_weights, load_named, named_arrays, views
+from lockstep.optim.storage import build_weights, load_named, mixed_views, named_arrays, views
 
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -122,3 +122,27 @@ def test_arrays_that_do_not_fit_are_refused_and_nothing_is_written(change: Chang
 
 def test_an_empty_layout_has_no_views() -> None:
     assert views(torch.zeros(0), Layout((), 0)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_half_model_has_fp32_masters_and_batch_norm_lies_in_them(dtype: torch.dtype) -> None:
+    model, reference = small_model(), small_model()
+    layout = plan_layout(describe_parameters(model, half=True))
+    master, half = build_weights(model, layout, "cpu", dtype)
+    for name, parameter in reference.named_parameters():
+        kept = parameter if name.startswith("1.") else parameter.to(dtype)
+        assert torch.equal(model.get_parameter(name), kept), name
+    named = named_arrays(master, layout)
+    assert list(named) == [name for name, _ in model.named_parameters()]
+    assert all(torch.equal(named[name], parameter) for name, parameter in reference.named_parameters())
+    half.zero_()
+    master.fill_(7.0)
+    assert {name for name, p in model.named_parameters() if (p == 7).all()} == {"1.weight", "1.bias"}
+    assert {name for name, p in model.named_parameters() if (p == 0).all()} == set(named) - {"1.weight", "1.bias"}
+
+
+def test_mixed_views_divide_a_layout_between_two_arrays() -> None:
+    layout = plan_layout(describe_parameters(small_model(), half=True))
+    flat = torch.arange(layout.numel, dtype=torch.float64)
+    mixed = mixed_views(flat[: layout.split], flat[layout.split :], layout)
+    assert all(torch.equal(a, b) for a, b in zip(mixed, views(flat, layout), strict=True))

@@ -1,0 +1,223 @@
+"""Fused updates against the equations in FP64 and against the plain version, with half gradients and a loss scale."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.kernels.flat_update import FlatUpdate, Tiling, cut_tiles
+from lockstep.layout import ALIGNMENT, Layout, ParameterSpec, align, plan_layout
+from lockstep.optim.lamb import Lamb
+from lockstep.optim.lars import Lars
+from lockstep.optim.loss_scale import SCALE, LossScale
+from lockstep.optim.rule import Rule
+from lockstep.optim.sgd import Sgd
+from lockstep.optim.storage import load_named, named_arrays
+from tests.optim.equations import run_lamb, run_lars, run_sgd
+
+BLOCK = 256  # small, so that slots have several tiles
+RATES = [0.5, 1.0, 0.25]
+SPECS = [
+    ParameterSpec("conv", (9, 7, 3, 3), decay=True, adapt=True, half=True),
+    ParameterSpec("gamma", (9,), decay=False, adapt=False),
+    ParameterSpec("one", (1, 1), decay=True, adapt=True, half=True),
+    ParameterSpec("zero_weight", (40, 3), decay=True, adapt=True, half=True),
+    ParameterSpec("zero_gradient", (5, 5), decay=True, adapt=True, half=True),
+    ParameterSpec("exact", (8, 64), decay=False, adapt=True, half=True),  # two tiles without a rest
+    ParameterSpec("beta", (300,), decay=True, adapt=True),
+    ParameterSpec("fc_bias", (5,), decay=False, adapt=False, half=True),
+]
+Reference = Callable[..., Any]
+LARS = {"momentum": 0.8, "weight_decay": 0.05, "trust_coefficient": 0.02}
+LAMB = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-4, "weight_decay": 0.05}
+SGD = {"momentum": 0.8, "weight_decay": 0.05}
+RULES: dict[str, tuple[type[Rule], Reference, dict[str, Any]]] = {
+    "sgd": (Sgd, run_sgd, SGD),
+    "nesterov": (Sgd, run_sgd, SGD | {"nesterov": True}),
+    "lars": (Lars, run_lars, LARS),
+    "lamb": (Lamb, run_lamb, LAMB),
+}
+every_rule = pytest.mark.parametrize("name", RULES)
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@dataclass
+class Run:
+    """A rule, its arrays, and a few steps of gradients."""
+
+    layout: Layout
+    rule: Rule
+    weights: Tensor
+    half_weights: Tensor
+    scale: LossScale | None
+
+    def step(self, gradients: dict[str, Tensor], lr: float) -> None:
+        dtype, device = self.half_weights.dtype, self.weights.device
+        flat = torch.zeros(self.layout.numel)
+        load_named(flat, self.layout, gradients)
+        if self.scale:
+            flat *= float(self.scale.state[SCALE])
+        split = self.layout.split
+        halves, full = flat[:split].to(device, dtype), flat[split:].to(device)
+        self.rule.step(self.weights, (halves, full), torch.tensor(lr, device=device), self.half_weights, self.scale)
+
+    def arrays(self) -> list[Tensor]:
+        return [self.weights, self.half_weights, *self.rule.state().values()]
+
+
+def build_run(name: str, dtype: torch.dtype, *, fused: bool, scaled: bool, device: str = "cpu") -> Run:
+    layout = plan_layout([spec._replace(half=spec.half and dtype != torch.float32) for spec in SPECS])
+    kind, _, settings = RULES[name]
+    rule = kind(layout, device, fused=fused, **settings)  # type: ignore[call-arg]
+    if fused:
+        rule._kernels = FlatUpdate(
+            layout, torch.device(device), kind.__name__.lower(), tiling=Tiling(block=BLOCK), **settings
+        )
+    weights = torch.zeros(layout.numel)
+    load_named(weights, layout, draw_weights())
+    weights = weights.to(device)
+    half = weights[: layout.split].to(dtype)
+    scale = LossScale(layout, device, initial=1024.0) if scaled else None
+    return Run(layout, rule, weights, half, scale)
+
+
+def draw_weights() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = {spec.name: 0.3 * torch.randn(spec.shape, generator=generator) for spec in SPECS}
+    drawn["zero_weight"].zero_()
+    return drawn
+
+
+def draw_gradients(step: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Numbers that `dtype` holds, also times a power of two, so that rule and reference see the same."""
+    generator = torch.Generator().manual_seed(100 + step)
+    drawn = {spec.name: (0.1 * torch.randn(spec.shape, generator=generator)).to(dtype).float() for spec in SPECS}
+    drawn["zero_gradient"].zero_()
+    return drawn
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), [(torch.float16, True), (torch.bfloat16, False), (torch.float32, False)], ids=str
+)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@every_rule
+def test_they_follow_the_equations(name: str, fused: bool, dtype: torch.dtype, scaled: bool, device: str) -> None:
+    run = build_run(name, dtype, fused=fused, scaled=scaled, device=device)
+    steps = [draw_gradients(step, dtype) for step in range(len(RATES))]
+    for gradients, lr in zip(steps, RATES, strict=True):
+        run.step(gradients, lr)
+    assert run.rule.step_count == len(RATES)
+    found, start = named_arrays(run.weights.cpu(), run.layout), draw_weights()
+    _, reference, settings = RULES[name]
+    for spec in SPECS:
+        own = [gradients[spec.name].double().numpy() for gradients in steps]
+        expected = reference(start[spec.name].double().numpy(), own, RATES, spec, **settings)
+        np.testing.assert_allclose(found[spec.name].numpy(), expected, rtol=2e-5, atol=1e-6, err_msg=spec.name)
+        assert np.abs(expected - start[spec.name].numpy()).max() > 1e-4 or spec.name == "zero_gradient"
+    rounded = run.weights[: run.layout.split].to(dtype)
+    if dtype == torch.bfloat16 and device == "cpu":  # Triton's interpreter cuts digits off instead of rounding
+        torch.testing.assert_close(run.half_weights, rounded, rtol=2**-7, atol=0)
+    else:
+        assert torch.equal(run.half_weights, rounded)
+
+
+@every_device
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, which the interpreter computes with
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@every_rule
+def test_a_step_that_overflows_changes_nothing_but_the_scale(name: str, fused: bool, device: str) -> None:
+    run = build_run(name, torch.float16, fused=fused, scaled=True, device=device)
+    assert run.scale is not None
+    run.step(draw_gradients(0, torch.float16), 0.5)
+    before = [array.clone() for array in run.arrays()]
+    bad = draw_gradients(1, torch.float16)
+    bad["exact"][7, 63] = float("inf")
+    bad["conv"][3] = float("nan")
+    run.step(bad, 1.0)
+    assert all(torch.equal(array, old) for array, old in zip(run.arrays(), before, strict=True))
+    assert run.rule.step_count == 1
+    assert run.scale.state.tolist() == [512.0, 0.0, 1.0, 1.0]
+    named = [slot.name for slot in run.layout.slots]
+    assert {name for name, times in zip(named, run.scale.overflows.tolist(), strict=True) if times} == {"exact", "conv"}
+    assert {name for name, times in zip(named, run.scale.firsts.tolist(), strict=True) if times} == {"exact"}
+    run.step(draw_gradients(2, torch.float16), 1.0)  # and training goes on
+    assert not torch.equal(run.weights, before[0])
+    assert run.weights.isfinite().all()
+    assert run.scale.state.tolist() == [512.0, 1.0, 0.0, 1.0]
+
+
+def test_the_scale_grows_to_its_ceiling_and_falls_to_its_floor_as_in_the_plain_version() -> None:
+    states = []
+    for fused in (True, False):
+        run = build_run("sgd", torch.float16, fused=fused, scaled=False)
+        run.scale = LossScale(run.layout, initial=8.0, growth_steps=2, floor=8.0, ceiling=16.0)
+        seen = []
+        for step, overflows in enumerate([0, 0, 0, 0, 1, 1, 0, 0]):
+            gradients = draw_gradients(step, torch.float16)
+            if overflows:
+                gradients["one"].fill_(float("inf"))
+            run.step(gradients, 0.1)
+            seen.append(run.scale.state.tolist())
+        states.append(seen)
+    assert states[0] == states[1]
+    assert [state[SCALE] for state in states[0]] == [8, 16, 16, 16, 8, 8, 8, 16]
+
+
+@every_device
+@pytest.mark.parametrize("name", ["lars", "lamb"])
+def test_the_same_steps_give_the_same_bits_and_padding_stays_zero(name: str, device: str) -> None:
+    runs = [build_run(name, torch.float16, fused=True, scaled=True, device=device) for _ in range(2)]
+    for run in runs:
+        for step, lr in enumerate(RATES[:2]):
+            run.step(draw_gradients(step, torch.float16), lr)
+    assert all(torch.equal(a, b) for a, b in zip(*(run.arrays() for run in runs), strict=True))
+    padding = torch.ones(runs[0].layout.numel, dtype=torch.bool)
+    for slot in runs[0].layout.slots:
+        padding[slot.offset : slot.end] = False
+    assert padding.any()
+    for array in runs[0].arrays():
+        assert not array.cpu()[padding[: array.numel()]].any()
+
+
+def test_tiles_cover_every_slot_once_and_never_cross_one() -> None:
+    layout = plan_layout(SPECS)
+    tiles, slots = cut_tiles(layout, BLOCK)
+    for index, slot in enumerate(layout.slots):
+        begin, end, adapts = slots[index]
+        own = tiles[begin:end]
+        assert [row[0] for row in own] == [index] * len(own)
+        starts = [row[1] * ALIGNMENT for row in own]
+        lengths = [row[2] * ALIGNMENT for row in own]
+        assert starts[0] == slot.offset
+        assert [start + length for start, length in zip(starts, lengths, strict=True)] == [*starts[1:], align(slot.end)]
+        assert max(lengths) <= BLOCK
+        assert adapts == slot.adapt
+
+
+@pytest.mark.gpu
+@every_rule
+def test_millions_of_parameters_in_many_slots_agree_with_the_plain_version_on_a_gpu(name: str) -> None:
+    sizes = [(512, 512, 3, 3), (2048, 1000), *[(64,), (256, 64, 1, 1)] * 40]
+    specs = [ParameterSpec(f"p{i}", s, len(s) > 1, len(s) > 1, half=len(s) > 1) for i, s in enumerate(sizes)]
+    layout = plan_layout(specs)
+    kind, _, settings = RULES[name]
+    generator = torch.Generator("cuda").manual_seed(0)
+    results = []
+    drawn = torch.randn(layout.numel, device="cuda", generator=generator)
+    for slot in layout.slots:
+        drawn[slot.end : align(slot.end)] = 0
+    for fused in (True, False):
+        rule = kind(layout, "cuda", fused=fused, **settings)  # type: ignore[call-arg]
+        weights, scale = 0.1 * drawn, LossScale(layout, "cuda", initial=256.0)
+        half = weights[: layout.split].half()
+        for _ in range(3):
+            gradients = (drawn[: layout.split].half(), drawn[layout.split :].clone())
+            rule.step(weights, gradients, torch.tensor(0.1, device="cuda"), half, scale)
+        results.append((weights, half))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
+    assert torch.equal(results[0][1], results[0][0][: layout.split].half())
