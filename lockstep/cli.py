@@ -332,11 +332,21 @@ def show_data(
 @bench.command("step")
 def bench_step(
     against: Annotated[
-        Literal["ddp", "bare"], typer.Option(help="The peer: DDP, default and tuned, or a bare loop on one rank.")
+        Literal["ddp", "bare", "torchvision"],
+        typer.Option(
+            help="The peer: DDP, default and tuned; a bare loop on one rank; torchvision's network on one GPU."
+        ),
     ] = "ddp",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
-    model: Annotated[str | None, typer.Option(help="Train this network on one small image a rank.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Train this network: on one small image a rank, or on --batch images beside torchvision's."),
+    ] = None,
+    batches: Annotated[str, typer.Option("--batch", help="Batch sizes beside torchvision, with commas.")] = "256,512",
+    peers: Annotated[
+        str, typer.Option(help="Which of torchvision's settings take part, by words in their names, with commas.")
+    ] = "",
     gradient_mb: Annotated[
         float | None,
         typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
@@ -347,7 +357,19 @@ def bench_step(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
 ) -> None:
-    """A whole training step beside PyTorch's DDP on several ranks, or beside a bare loop on one."""
+    """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
+    if against == "torchvision":
+        from lockstep.bench.one_gpu import parse_batches, pick_peers, run
+
+        models = [model] if model else ["resnet50", "alexnet"]
+        run(
+            models=models,
+            batches=parse_batches(batches),
+            peers=pick_peers(peers),
+            rounds=min(rounds, 12),
+            json_file=json_file,
+        )
+        return
     from lockstep.bench.step import run_parent
 
     run_parent(

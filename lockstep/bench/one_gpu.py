@@ -42,6 +42,28 @@ PEERS: dict[str, tuple[str, bool, str]] = {
 }
 
 
+def parse_batches(text: str) -> list[int]:
+    """Batch sizes from "256,512"."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise LockstepError(f"--batch {text} is no list of batch sizes; write them as 256,512.")
+    return sizes
+
+
+def pick_peers(words: str) -> list[str]:
+    """The peers whose names hold any of the words; all without words, none for "none"."""
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    if wanted == ["none"]:
+        return []
+    found = [name for name in PEERS if not wanted or any(word in name for word in wanted)]
+    if not found:
+        raise LockstepError(f"--peers {words} matches none of: {'; '.join(PEERS)}.")
+    return found
+
+
 @dataclass(frozen=True)
 class Row:
     """One side at one batch size."""

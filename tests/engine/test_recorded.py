@@ -1,12 +1,15 @@
 """The step as a CUDA graph: the same weights as the step launched one by one, and the host never waits."""
 
 import warnings
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from lockstep.comm.world import join_world
+from lockstep.comm.world import World, join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
 from lockstep.engine.execution import choose_execution, list_executions
@@ -15,6 +18,7 @@ from lockstep.engine.step import LOSS, train_step
 from lockstep.engine.tune import fake_batch
 from lockstep.models import set_fused
 from lockstep.optim.schedule import Schedule
+from tests.ranks import run_ranks
 
 
 def tiny(compute: Any, **train: Any) -> RunConfig:
@@ -104,3 +108,22 @@ def test_the_choice_leaves_no_trace_and_says_what_it_measured() -> None:
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         assert parts.rule.step_count == 0
     assert "measured in" in said[-1]
+
+
+def take_steps(world: World, recorded: bool) -> tuple[Tensor, list[float]]:
+    """Weights and losses after a few steps on one of several ranks."""
+    config = tiny("fp16")
+    parts = build(config, world)
+    set_fused(parts.model, True)
+    parts.reducer.follow(replace(parts.reducer.plan, overlap=False))
+    batch = fake_batch(config, world)
+    step = RecordedStep(parts, len(batch.labels), 16) if recorded else partial(train_step, parts)
+    losses = [step(batch, 0.05, False)[LOSS].item() for _ in range(7)]
+    return parts.weights.cpu(), losses
+
+
+@pytest.mark.gpu
+def test_two_ranks_on_one_gpu_record_their_passes_and_send_after_them() -> None:
+    (launched, losses), (recorded, same_losses) = (run_ranks(take_steps, 2, kind)[0] for kind in (False, True))
+    assert losses == pytest.approx(same_losses, rel=2e-2)
+    assert (launched - recorded).norm() / launched.norm() < 5e-3

@@ -1,0 +1,43 @@
+"""The bench beside torchvision: what it is asked for, and one small run on a GPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.bench import one_gpu
+from lockstep.errors import LockstepError
+
+
+def test_batches_are_numbers_with_commas() -> None:
+    assert one_gpu.parse_batches("32,256") == [32, 256]
+    for wrong in ("", "32,", "a", "0", "-1"):
+        with pytest.raises(LockstepError, match="--batch"):
+            one_gpu.parse_batches(wrong)
+
+
+def test_peers_are_picked_by_words_in_their_names() -> None:
+    assert one_gpu.pick_peers("") == list(one_gpu.PEERS)
+    assert one_gpu.pick_peers("none") == []
+    assert one_gpu.pick_peers("strict, TF32") == ["torchvision, strict FP32", "torchvision, TF32"]
+    with pytest.raises(LockstepError, match="matches none"):
+        one_gpu.pick_peers("jax")
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(LockstepError, match="needs a GPU"):
+        one_gpu.run(models=["resnet50"], batches=[8], peers=[], rounds=2)
+
+
+@pytest.mark.gpu
+def test_a_small_run_gives_a_row_for_each_side(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    one_gpu.run(models=["resnet50"], batches=[8], peers=["torchvision, TF32"], rounds=2, json_file=file)
+    ours, theirs = json.loads(file.read_text())
+    assert ours["name"].startswith("lockstep")
+    assert theirs["name"] == "torchvision, TF32"
+    assert ours["images_per_second"] > 0
+    assert 0 < ours["matrix_share"] < 1
