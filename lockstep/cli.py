@@ -441,6 +441,19 @@ def bench_input(
     )
 
 
+@bench.command("optimizer")
+def bench_optimizer(
+    model: Annotated[str, typer.Option(help="resnet50, alexnet, or both.")] = "both",
+    rounds: Annotated[int, typer.Option(min=2, help="Updates timed of each kind; the median counts.")] = 200,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try our kernels under many tilings instead.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Our fused updates beside PyTorch's optimisers, and beside the time their bytes take to move."""
+    from lockstep.bench.optimizer import parse_models, run_bench
+
+    run_bench(parse_models(model), rounds=rounds, sweep=sweep, json_file=json_file)
+
+
 @bench.command("virtual")
 def bench_virtual(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,

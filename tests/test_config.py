@@ -140,6 +140,16 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         (["data.crop_ratio=[2, 1]"], "data.crop_ratio = [2.0, 1.0] must be two rising numbers above 0"),
         (["data.std=[1, 0, 1]"], "data.std = [1.0, 0.0, 1.0] must be three numbers above 0"),
         (
+            ["precision.compute=bf16", "precision.min_scale=2"],
+            'precision.min_scale = 2.0 has no effect with precision.compute = "bf16", only with fp16; '
+            "leave it at 1.0 or change precision.compute",
+        ),
+        (
+            ["precision.compute=fp16", "precision.initial_scale=0.5"],
+            "precision.initial_scale = 0.5 must lie between precision.min_scale = 1.0 and "
+            "precision.max_scale = 16777216.0",
+        ),
+        (
             ["optim.name=lars", "optim.nesterov=true"],
             'optim.nesterov = true has no effect with optim.name = "lars", only with sgd; '
             "leave it at false or change optim.name",

@@ -18,7 +18,7 @@ from lockstep.layout import Layout, align
 from lockstep.optim.loss_scale import LossScale
 
 if TYPE_CHECKING:
-    from lockstep.kernels.flat_update import FlatUpdate
+    from lockstep.kernels.flat_update import FlatUpdate, Tiling
 
 # On the CPU a norm adds up in FP32, element after element: over the 38 M of AlexNet's fc6 it is off by 2e-3, over
 # pieces of this size by less than 1e-6.
@@ -94,7 +94,7 @@ class Rule(ABC):
         With a scale a step whose gradients are not finite changes nothing but the scale.
         """
         if self.is_fused:
-            kernels = self._kernels = self._kernels or self._fuse()
+            kernels = self._kernels or self.fuse()
             kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self._count, scale)
             return
         flat = self._to_fp32(*gradients)
@@ -128,10 +128,13 @@ class Rule(ABC):
         """All gradients in one FP32 array; the FP32 one itself where there are no others."""
         return torch.cat([half.float(), full]) if half.numel() else full
 
-    def _fuse(self) -> "FlatUpdate":
+    def fuse(self, tiling: "Tiling | None" = None) -> "FlatUpdate":
+        """Build the kernels' tables, for their own or another tiling."""
         from lockstep.kernels.flat_update import FlatUpdate
 
-        return FlatUpdate(self.layout, self._count.device, type(self).__name__.lower(), **self.constants())
+        name, device = type(self).__name__.lower(), self._count.device
+        self._kernels = FlatUpdate(self.layout, device, name, tiling=tiling, **self.constants())
+        return self._kernels
 
     @property
     def step_count(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.fusion import Buffer, exposed_s, plan_buffers, plan_merged, plan_two_segments
+from lockstep.comm.fusion import Buffer, add_tail, exposed_s, plan_buffers, plan_merged, plan_two_segments
 from lockstep.errors import LockstepError
 from lockstep.layout import ALIGNMENT, Layout, ParameterSpec, plan_layout
 
@@ -234,3 +234,22 @@ def test_ready_times_that_do_not_fit_are_a_sentence(
 ) -> None:
     with pytest.raises(LockstepError, match=sentence):
         plan(slots_of([1, 2]), ready, affine(1, 1))
+
+
+@given(sizes, sizes, st.floats(1, 50_000))
+def test_no_buffer_holds_two_formats_and_fp32_travels_last(
+    halves: list[int], norms: list[int], threshold: float
+) -> None:
+    specs = [ParameterSpec(f"h{i}", (n,), True, True, half=True) for i, n in enumerate(halves)]
+    specs += [ParameterSpec(f"n{i}", (n,), False, False) for i, n in enumerate(norms)]
+    layout = plan_layout(specs)
+    *head, tail = add_tail(layout, plan_buffers(layout.head, threshold, layout.head_element_bytes))
+    assert [b.element_bytes for b in head] == [2] * len(head)
+    assert (head[0].start, head[-1].end) == (0, layout.split)
+    assert tail == Buffer(layout.split, layout.numel, len(halves), len(specs), element_bytes=4)
+    assert sum(b.num_bytes for b in (*head, tail)) == layout.gradient_bytes
+
+
+def test_without_half_slots_there_is_no_tail() -> None:
+    layout = lay_out([5, 7])
+    assert add_tail(layout, plan_buffers(layout, 1.0)) == plan_buffers(layout, 1.0)

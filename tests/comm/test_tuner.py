@@ -1,5 +1,6 @@
 """Choosing from measurements, and remembering; the measuring itself on real ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,12 @@ from lockstep.comm.tuner import (
     measure_choices,
     pick_choice,
     read_tuning,
+    tuning_name,
     write_tuning,
 )
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
+from lockstep.layout import ParameterSpec, plan_layout
 from tests.ranks import run_ranks
 
 DOUBLING = Choice("doubling")
@@ -68,8 +71,25 @@ def test_each_buffer_gets_its_own_choice() -> None:
     assert plan.choices == (DOUBLING, FLAT)
 
 
+def test_half_gradients_count_half_the_bytes() -> None:
+    buffer = Buffer(0, 1 << 18, 0, 3)
+    assert assign_choices([buffer], SAMPLES, overlap=True).choices == (FLAT,)
+    halves = replace(buffer, end=2048, element_bytes=2)
+    assert assign_choices([halves], SAMPLES, overlap=True).choices == (DOUBLING,)
+    assert (buffer.num_bytes, halves.num_bytes) == (1 << 20, 4096)
+
+
+def test_a_tuning_of_half_gradients_has_a_name_of_its_own() -> None:
+    names = set()
+    for half in (False, True):
+        layout = plan_layout([ParameterSpec("w", (8, 8), True, True, half)])
+        names.add(tuning_name(Topology(((0, 1),)), "gloo", layout, ""))
+    assert len(names) == 2
+
+
 def test_a_tuning_survives_its_file(tmp_path: Path) -> None:
-    plan = ReductionPlan((Buffer(0, 64, 0, 2),), (Choice("hierarchical", 8),), overlap=False)
+    buffers = (Buffer(0, 64, 0, 2, element_bytes=2), Buffer(64, 96, 2, 3))
+    plan = ReductionPlan(buffers, (Choice("hierarchical", 8), FLAT), overlap=False)
     tuning = Tuning("4x8-gloo-2x64", "4x8", "gloo", "2 gradients", 1.5, SAMPLES, (Trial("merged", 0.2),), plan)
     write_tuning(tmp_path / "deep" / "t.toml", tuning)
     assert read_tuning(tmp_path / "deep" / "t.toml") == tuning

@@ -105,3 +105,18 @@ def test_every_rank_gets_the_same_bits(by_rank: list[Sums]) -> None:
 
 def test_the_divisions_tested_are_all_there_are() -> None:
     assert get_args(Wire.__init__.__annotations__["division"]) == DIVISIONS
+
+
+def sum_halves(world: World) -> list[torch.Tensor]:
+    groups = build_groups([range(world.size)], world.rank)
+    buffers = [torch.full((3,), 0.1 + world.rank, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
+    for buffer in buffers:
+        Wire("fp16", "split").sum(buffer, ALGORITHMS["doubling"], groups)
+    return buffers
+
+
+def test_half_buffers_travel_as_they_are() -> None:
+    for buffers in run_ranks(sum_halves, 2):
+        for buffer in buffers:
+            expected = torch.tensor(0.1, dtype=buffer.dtype) + torch.tensor(1.1, dtype=buffer.dtype)
+            assert buffer.tolist() == [float(expected)] * 3

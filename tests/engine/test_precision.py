@@ -1,6 +1,7 @@
 """Half precision through the whole step: overflow, several ranks, checkpoints, and what goes wrong without FP32."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def test_a_checkpoint_holds_fp32_masters_that_any_precision_can_take_up(tmp_path
     saved = save_state(tmp_path, State(step=2), parts, world, ORDER, keep=1)
     assert saved is not None
     arrays = load_file(saved.path / "model.safetensors")
-    assert list(arrays.keys() - dict(parts.model.named_buffers())) and arrays.keys() == parts.model.state_dict().keys()
+    assert arrays.keys() == parts.model.state_dict().keys()
     assert {array.dtype for name, array in arrays.items() if "num_batches" not in name} == {torch.float32}
     assert not torch.equal(arrays["0.weight"], arrays["0.weight"].half().float())
     other = build_parts(world, "fp32")
@@ -210,6 +211,24 @@ def test_evaluation_runs_in_half(compute: str) -> None:
     assert math.isfinite(result.loss)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb"])
+def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str) -> None:
+    world = world_of_one()
+    parts = build_parts(world, compute, optim=optim)
+    batch = build_batch(world)
+    batch = replace(batch, images=batch.images.to(world.device), labels=batch.labels.to(world.device))
+    train_step(parts, batch, 0.01)  # compiles
+    before = parts.weights.clone()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train_step(parts, batch, 0.01)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not torch.equal(parts.weights, before)
+
+
 SHORT = ["train.global_batch=8", "train.duration=30st", "train.eval_every=0st", "train.checkpoint_every=0st"]
 
 
@@ -220,7 +239,7 @@ def settings(images: Path, *more: str) -> list[str]:
 def test_a_run_says_which_steps_it_skipped_and_goes_on(images: Path, tmp_path: Path) -> None:
     folder = tmp_path / "high"
     high = settings(images, "precision.initial_scale=16777216", "train.duration=12st")
-    status, out, err = commands.run("train", "quickstart", "--ranks=1", f"--out={folder}", *high)
+    status, _, err = commands.run("train", "quickstart", "--ranks=1", f"--out={folder}", *high)
     assert status == 0, err
     notices = [event.text for event in commands.events(folder) if isinstance(event, Notice)]
     assert any("Skipped 1 step whose gradients overflowed, first in fc." in text for text in notices)

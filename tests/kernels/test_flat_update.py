@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.flat_update import FlatUpdate, Tiling, cut_tiles
+from lockstep.kernels.flat_update import Tiling, cut_tiles
 from lockstep.layout import ALIGNMENT, Layout, ParameterSpec, align, plan_layout
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
@@ -74,9 +74,7 @@ def build_run(name: str, dtype: torch.dtype, *, fused: bool, scaled: bool, devic
     kind, _, settings = RULES[name]
     rule = kind(layout, device, fused=fused, **settings)  # type: ignore[call-arg]
     if fused:
-        rule._kernels = FlatUpdate(
-            layout, torch.device(device), kind.__name__.lower(), tiling=Tiling(block=BLOCK), **settings
-        )
+        rule.fuse(Tiling(block=BLOCK))
     weights = torch.zeros(layout.numel)
     load_named(weights, layout, draw_weights())
     weights = weights.to(device)

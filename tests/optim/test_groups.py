@@ -1,4 +1,4 @@
-"""Which parameters decay and which adapt."""
+"""Which parameters decay, which adapt, which are half."""
 
 import pytest
 from torch import nn
@@ -28,3 +28,9 @@ def test_frozen_parameters_are_left_out() -> None:
     model = small_model()
     model[0].requires_grad_(False)
     assert [s.name for s in describe_parameters(model)] == ["1.weight", "1.bias", "3.weight", "3.bias"]
+
+
+def test_all_but_batch_norm_may_be_half() -> None:
+    assert not any(spec.half for spec in describe_parameters(small_model()))
+    halves = {spec.name for spec in describe_parameters(small_model(), half=True) if spec.half}
+    assert halves == {"0.weight", "0.bias", "3.weight", "3.bias"}
