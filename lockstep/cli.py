@@ -345,7 +345,7 @@ def bench_step(
     ] = None,
     batches: Annotated[str, typer.Option("--batch", help="Batch sizes beside torchvision, with commas.")] = "256,512",
     peers: Annotated[
-        str, typer.Option(help="Which of torchvision's settings take part, by words in their names, with commas.")
+        str, typer.Option(help="Settings of torchvision's that take part, such as fp32,fp16-compiled; all if empty.")
     ] = "",
     gradient_mb: Annotated[
         float | None,

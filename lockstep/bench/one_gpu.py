@@ -33,12 +33,12 @@ IMAGE_SIZE = 224
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 5e-5
 # By name: number format, channels-last, how torch.compile is called.
 PEERS: dict[str, tuple[str, bool, str]] = {
-    "torchvision, strict FP32": ("fp32", False, ""),
-    "torchvision, TF32": ("tf32", False, ""),
-    "torchvision, autocast fp16, channels-last": ("fp16", True, ""),
-    "torchvision, autocast fp16, channels-last, compiled": ("fp16", True, "default"),
-    "torchvision, autocast bf16, channels-last, compiled": ("bf16", True, "default"),
-    "torchvision, autocast fp16, channels-last, compiled with CUDA graphs": ("fp16", True, "reduce-overhead"),
+    "fp32": ("fp32", False, ""),
+    "tf32": ("tf32", False, ""),
+    "fp16": ("fp16", True, ""),
+    "fp16-compiled": ("fp16", True, "default"),
+    "bf16-compiled": ("bf16", True, "default"),
+    "fp16-compiled-graphs": ("fp16", True, "reduce-overhead"),
 }
 
 
@@ -53,15 +53,12 @@ def parse_batches(text: str) -> list[int]:
     return sizes
 
 
-def pick_peers(words: str) -> list[str]:
-    """The peers whose names hold any of the words; all without words, none for "none"."""
-    wanted = [word.strip() for word in words.split(",") if word.strip()]
-    if wanted == ["none"]:
-        return []
-    found = [name for name in PEERS if not wanted or any(word in name for word in wanted)]
-    if not found:
-        raise LockstepError(f"--peers {words} matches none of: {'; '.join(PEERS)}.")
-    return found
+def pick_peers(text: str) -> list[str]:
+    """Peers by name, with commas; all if nothing is said, none for "none"."""
+    names = [] if text == "none" else [name.strip() for name in text.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in PEERS]:
+        raise LockstepError(f"--peers knows no {unknown[0]}; choose from {', '.join(PEERS)}, or none.")
+    return names if text else list(PEERS)
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,7 @@ def _prepare(build: Callable[[], tuple[str, str, Step]]) -> Side:
 def _builders(model: str, batch: int, peers: list[str], world: World) -> Iterator[Callable[[], tuple[str, str, Step]]]:
     yield lambda: _build_lockstep(model, batch, world)
     for peer in peers:
-        yield lambda peer=peer: (peer, peer, build_peer(model, batch, world.device, *PEERS[peer]))  # type: ignore[misc]
+        yield lambda peer=peer: (f"torchvision, {peer}", "", build_peer(model, batch, world.device, *PEERS[peer]))  # type: ignore[misc]
 
 
 def _build_lockstep(model: str, batch: int, world: World) -> tuple[str, str, Step]:

@@ -58,7 +58,8 @@ def lamb_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, c
     """LAMB's new moments and its r = m̂/(√v̂ + ε) + wd·w."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
-    r = (m / correction1) / (tl.sqrt(v / correction2) + epsilon) + decay * w
+    # The quick root and quotient of a GPU are off by a few units in the last place, which the norm of r would add up.
+    r = tl.div_rn(m / correction1, tl.sqrt_rn(v / correction2) + epsilon) + decay * w
     return m, v, r
 
 

@@ -115,7 +115,10 @@ def test_they_follow_the_equations(name: str, fused: bool, dtype: torch.dtype, s
     for spec in SPECS:
         own = [gradients[spec.name].double().numpy() for gradients in steps]
         expected = reference(start[spec.name].double().numpy(), own, RATES, spec, **settings)
-        np.testing.assert_allclose(found[spec.name].numpy(), expected, rtol=2e-5, atol=1e-6, err_msg=spec.name)
+        loose = 5 if device == "cuda" else 1  # sums of products there are rounded once instead of twice
+        np.testing.assert_allclose(
+            found[spec.name].numpy(), expected, rtol=loose * 2e-5, atol=loose * 1e-6, err_msg=spec.name
+        )
         assert np.abs(expected - start[spec.name].numpy()).max() > 1e-4 or spec.name == "zero_gradient"
     rounded = run.weights[: run.layout.split].to(dtype)
     if dtype == torch.bfloat16 and device == "cpu":  # Triton's interpreter cuts digits off instead of rounding
