@@ -173,7 +173,8 @@ def _put_back(parts: Parts) -> Iterator[None]:
     scale = parts.loss_scale
     arrays = [parts.weights, parts.half_weights, *parts.rule.state().values(), *parts.model.buffers()]
     arrays += [scale.state, scale.overflows, scale.firsts] if scale else []
-    before, count, plan = [array.clone() for array in arrays], parts.rule.step_count, parts.reducer.plan
+    # Kept on the host, so that a trial needs no more device memory than the run.
+    before, count, plan = [array.to("cpu", copy=True) for array in arrays], parts.rule.step_count, parts.reducer.plan
     try:
         yield
     finally:

@@ -38,7 +38,7 @@ def test_nvjpeg_shows_the_same_pictures(subsampling: int) -> None:
         expected = decode(data).astype(float)
         assert plane.shape == (3, *expected.shape[:2])
         # Colour at half the resolution is enlarged by each decoder in its own way.
-        limit = 1.5 if subsampling == 0 else 6.0
+        limit = 1.5 if subsampling == 0 else 10.0
         assert np.abs(plane.permute(1, 2, 0).cpu().numpy() - expected).mean() < limit
 
 
