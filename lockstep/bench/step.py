@@ -113,6 +113,7 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
             together=fits,
             budget_s=budget_s,
             min_rounds=MIN_TURNS if fits else 1,
+            say=say,
         )
         best: ddp.Setting = world.broadcast_object(min(settings, key=lambda s: statistics.median(times[str(s)])))
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
