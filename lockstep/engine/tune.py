@@ -127,7 +127,7 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     choices = [pinned] if pinned else list_choices(topology)
     weight = hybrid.bytes_per_element
     sizes = list_sizes(weight * parts.layout.numel)
-    samples = measure_choices(hybrid, world, choices, sizes, MESSAGE_SHARE * budget_s)
+    samples = measure_choices(hybrid, world, parts.reducer.gradients, choices, sizes, MESSAGE_SHARE * budget_s)
     ready_s = world.broadcast_object(_measure_ready(parts, batch))
     plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples), weight)
     plans = world.broadcast_object(plans)
