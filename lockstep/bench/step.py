@@ -5,6 +5,8 @@ process, so that the machine's noise falls on all; what counts is the median of 
 do not fit into memory together are built for each turn and taken down after it.
 """
 
+import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -13,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,7 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
             together=fits,
             budget_s=budget_s,
             min_rounds=MIN_TURNS if fits else 1,
+            say=say,
         )
         best: ddp.Setting = world.broadcast_object(min(settings, key=lambda s: statistics.median(times[str(s)])))
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
@@ -136,7 +138,7 @@ def take_turns(
     """Seconds per step of each side, over rounds in which each runs for about `round_s`."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     counts: dict[str, int] = {}
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         steps = {name: stack.enter_context(opener()) for name, opener in sides.items()} if together else {}
         start = time.perf_counter()
         for number in range(rounds):
@@ -149,7 +151,7 @@ def take_turns(
                 with opener() as step:
                     times[name].append(_take_turn(step, name, counts, world, round_s))
                 del step
-                gc.collect()  # hooks and parameters hold each other
+                _give_back_memory()
                 say(f"{name}: {times[name][-1] * 1e3:,.0f} ms a step, round {number + 1} of {rounds}")
     return times
 
@@ -157,9 +159,22 @@ def take_turns(
 def fit_together(world: World, num_sides: int, num_bytes: int) -> bool:
     """Whether so many sides of all ranks on this host fit into its memory, or its GPU's; rank 0 decides for all."""
     num_neighbours = world.gather_objects(socket.gethostname()).count(socket.gethostname())
-    wanted = num_neighbours * num_sides * ARRAYS_PER_SIDE * num_bytes
+    one_side = num_neighbours * ARRAYS_PER_SIDE * num_bytes
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else read_available_bytes()
-    return bool(world.broadcast_object(wanted <= MEMORY_SHARE * free))
+    fits, fits_alone = world.broadcast_object((num_sides * one_side <= MEMORY_SHARE * free, one_side <= free))
+    if not fits_alone:
+        raise LockstepError(
+            f"{num_neighbours} ranks need more than {one_side / 1e9:.1f} GB on this host, of which {free / 1e9:.1f} GB "
+            "are free; ask for fewer ranks or a smaller network."
+        )
+    return bool(fits)
+
+
+def _give_back_memory() -> None:
+    """Return what a closed side held to the system, or the next one would come on top of it."""
+    gc.collect()  # hooks and parameters hold each other
+    with contextlib.suppress(OSError, AttributeError):  # only glibc keeps it, and only glibc has this
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def read_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:

@@ -81,15 +81,16 @@ def list_sizes(max_bytes: int) -> list[int]:
 
 
 def measure_choices(
-    hybrid: Hybrid, world: World, choices: Sequence[Choice], sizes: Sequence[int], budget_s: float
+    hybrid: Hybrid, world: World, array: torch.Tensor, choices: Sequence[Choice], sizes: Sequence[int], budget_s: float
 ) -> list[Sample]:
     """The median seconds of each choice at each size on the wire, measured in turns until the budget is spent.
 
-    The slowest rank's time counts. After each round rank 0 says which pairs go on: none that is hopeless, none at all
-    when the time is up; larger sizes are left out when even one round of them would not fit.
+    Messages are parts of `array`, which is left zero. The slowest rank's time counts. After each round rank 0 says
+    which pairs go on: none that is hopeless, none at all when the time is up; larger sizes are left out when even one
+    round of them would not fit.
     """
     hybrid.prepare(choices)
-    array = torch.zeros(max(sizes) // hybrid.bytes_per_element, device=world.device)
+    array.zero_()  # and stays so, however often it is summed
     start = time.perf_counter()
     times: dict[tuple[int, Choice], list[float]] = {}
     for size in sizes:  # the first round goes up in size, so that a budget runs out on the largest
@@ -149,11 +150,12 @@ def _measure_round(
 ) -> None:
     """Run each pair; the time that counts is the slowest rank's, exchanged once at the end of the round."""
     pairs = list(pairs)
+    width = min(array.element_size(), hybrid.bytes_per_element)  # of one element on the wire
     seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
     for row, (size, choice) in enumerate(pairs):
         for repeat in range(repeats):
             begun = time.perf_counter()
-            hybrid.run(array[: size // hybrid.bytes_per_element], choice)
+            hybrid.run(array[: size // width], choice)
             if array.is_cuda:
                 torch.cuda.synchronize()
             seconds[row, repeat] = time.perf_counter() - begun

@@ -125,8 +125,10 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
     weight = hybrid.bytes_per_element
-    sizes = list_sizes(min(weight * parts.layout.numel, parts.layout.gradient_bytes))
-    samples = measure_choices(hybrid, world, choices, sizes, MESSAGE_SHARE * budget_s)
+    half, full = parts.reducer.gradients
+    array = half if half.numel() else full
+    sizes = list_sizes(min(weight, array.element_size()) * array.numel())
+    samples = measure_choices(hybrid, world, array, choices, sizes, MESSAGE_SHARE * budget_s)
     ready_s = world.broadcast_object(_measure_ready(parts, batch))
     plans = propose_plans(config.comm, parts.layout, ready_s, tuple(samples), weight)
     plans = world.broadcast_object(plans)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.comm.cost import Choice, Sample
 from lockstep.comm.fusion import Buffer, ReductionPlan
@@ -105,7 +106,7 @@ def test_an_unusable_file_is_as_good_as_none(tmp_path: Path, content: str) -> No
 def measure(world: World, budget_s: float) -> list[Sample]:
     topology = Topology(((0, 1), (2,)))
     hybrid = Hybrid(topology, world.rank, world.device, Wire("fp32", "before"))
-    samples = measure_choices(hybrid, world, list_choices(topology), [1024, 4096, 65536], budget_s)
+    samples = measure_choices(hybrid, world, torch.ones(65536), list_choices(topology), [1024, 4096, 65536], budget_s)
     hybrid.close()
     return samples
 
