@@ -77,7 +77,7 @@ def choose_execution(config: RunConfig, parts: Parts, world: World, num_steps: i
         if trial.failure:
             say(f"The step {trial.execution} was left out: {trial.failure}")
     say(describe_trials(trials, best, count, time.perf_counter() - start))
-    return _apply(best.execution, parts, count, batch.global_size)
+    return apply_execution(best.execution, parts, count, batch.global_size)
 
 
 def describe_trials(trials: Sequence[Trial], best: Trial, count: int, seconds: float) -> str:
@@ -117,7 +117,7 @@ def _try(execution: Execution, parts: Parts, world: World, batch: Batch) -> Tria
     seconds, failure = float("inf"), ""
     with _put_back(parts):
         try:
-            step = _apply(execution, parts, len(batch.labels), batch.global_size)
+            step = apply_execution(execution, parts, len(batch.labels), batch.global_size)
             for _ in range(WARM_UP_STEPS + 1):
                 step(batch, 0.0, False)
             seconds = _time(step, batch)
@@ -142,7 +142,7 @@ def _time(step: Step, batch: Batch) -> float:
     return median(times)
 
 
-def _apply(execution: Execution, parts: Parts, count: int, global_size: int) -> Step:
+def apply_execution(execution: Execution, parts: Parts, count: int, global_size: int) -> Step:
     """Set the model up for one way to execute it, and only that."""
     model = parts.model
     set_fused(model, execution.fused)

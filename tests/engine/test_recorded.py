@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.world import World, join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
-from lockstep.engine.execution import choose_execution, list_executions
+from lockstep.engine.execution import Execution, apply_execution, choose_execution, list_executions
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.step import LOSS, train_step
 from lockstep.engine.tune import fake_batch
@@ -127,3 +127,29 @@ def test_two_ranks_on_one_gpu_record_their_passes_and_send_after_them() -> None:
     (launched, losses), (recorded, same_losses) = (run_ranks(take_steps, 2, kind)[0] for kind in (False, True))
     assert losses == pytest.approx(same_losses, rel=2e-2)
     assert (launched - recorded).norm() / launched.norm() < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+@pytest.mark.parametrize(("way", "count"), [("whole", 1), ("stage", 4), ("block", 8)])
+def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
+    way: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[nn.Module] = []
+
+    def compile_eagerly(module: nn.Module) -> None:  # traced as for a GPU, but without a compiler behind
+        compiled.append(module)
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    config = tiny("fp32")
+    weights = []
+    with join_world(None) as world:
+        for execution in (Execution(), Execution(compile=way)):
+            parts = build(config, world)
+            step = apply_execution(execution, parts, 16, 16)
+            step(fake_batch(config, world), 0.1, False)
+            weights.append(parts.weights)
+            apply_execution(Execution(), parts, 16, 16)
+            assert all(module._compiled_call_impl is None for module in parts.model.modules())
+    assert len(compiled) == count
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
