@@ -229,7 +229,13 @@ def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str) -> N
     assert not torch.equal(parts.weights, before)
 
 
-SHORT = ["train.global_batch=8", "train.duration=30st", "train.eval_every=0st", "train.checkpoint_every=0st"]
+SHORT = [
+    "optim.warmup=0st",
+    "train.global_batch=10",
+    "train.duration=30st",
+    "train.eval_every=0st",
+    "train.checkpoint_every=0st",
+]
 
 
 def settings(images: Path, *more: str) -> list[str]:
