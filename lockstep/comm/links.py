@@ -32,7 +32,7 @@ def measure_links(world: World, topology: Topology, num_bytes: int = 1 << 20, re
         pair = topology.nodes[node][0], topology.nodes[(node + 1) % num_nodes][0]
         for _ in range(repeats):
             for way, (source, target) in enumerate((pair, pair[::-1])):
-                found = measure_transfer(world, source, target, num_bytes, num_pings=1)
+                found = measure_transfer(world, source, target, num_bytes)
                 speeds[way, node] = max(float(speeds[way, node]), found.bytes_per_s if found else 0.0)
     pairs = world.maximum(speeds).amin(dim=0).tolist()
     if num_nodes == 2:
@@ -40,8 +40,12 @@ def measure_links(world: World, topology: Topology, num_bytes: int = 1 << 20, re
     return [max(pairs[node], pairs[node - 1]) for node in range(num_nodes)]
 
 
-def measure_transfer(world: World, source: int, target: int, num_bytes: int, num_pings: int) -> Transfer | None:
-    """Send `num_bytes` from one rank to another, which gets the answer by its own clock alone; None on all others."""
+def measure_transfer(world: World, source: int, target: int, num_bytes: int, num_pings: int = 0) -> Transfer | None:
+    """Send `num_bytes` from one rank to another, which gets the answer by its own clock alone; None on all others.
+
+    With pings the latency is known and left out of the rest. It is the shortest that counts there: behind a long
+    message on a limited link a ping may wait as long as the message took.
+    """
     if world.rank not in (source, target):
         return None
     token = torch.zeros(1, dtype=torch.uint8, device=world.device)
@@ -52,8 +56,8 @@ def measure_transfer(world: World, source: int, target: int, num_bytes: int, num
             dist.send(message, target)
         return None
     round_trips = [_ask(source, token, token) for _ in range(num_pings)]
-    seconds = _ask(source, token, payload) - median(round_trips)
-    return Transfer(median(round_trips) / 2, num_bytes / max(seconds, 1e-9))
+    seconds = _ask(source, token, payload) - min(round_trips, default=0.0)
+    return Transfer(median(round_trips) / 2 if round_trips else 0.0, num_bytes / max(seconds, 1e-9))
 
 
 def _ask(source: int, token: torch.Tensor, answer: torch.Tensor) -> float:

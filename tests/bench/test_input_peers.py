@@ -12,7 +12,7 @@ from PIL import Image
 from lockstep.bench import input_peers as peers
 from lockstep.bench.input_peers import AREA, RATIO, STD, Contestant, Setting, build_contestants, draw_box
 from lockstep.data.augment import draw_crops, random_crops
-from lockstep.data.sources import ImageFolder
+from lockstep.data.sources import scan_folder
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def setting(tmp_path: Path) -> Setting:
     for number in range(6):
         coarse = Image.fromarray(random.integers(0, 256, (5, 7, 3), dtype=np.uint8))
         coarse.resize((70, 50), Image.Resampling.BICUBIC).save(folder / f"{number}.jpeg", quality=95)
-    return Setting(ImageFolder(tmp_path, ("photos",)), 16, 4, 1, torch.device("cpu"))
+    return Setting(scan_folder(tmp_path, ("photos",)), 16, 4, 1, torch.device("cpu"))
 
 
 def by_name(setting: Setting) -> dict[str, Contestant]:
