@@ -85,14 +85,14 @@ def write_chart(file: Path, rows: Rows) -> None:
             )
     ticks = sorted({row["bytes"] for row in rows})
     figure.update_layout(
-        title=f"All-reduce on {rows[0]['topology']} ranks, each point the median of the judging rounds",
+        title=f"All-reduce on {rows[0]['topology']} ranks: medians of the judging rounds; dotted: the fitted model",
         xaxis={
             "type": "log",
             "title": "message",
             "tickvals": ticks,
             "ticktext": [describe_bytes(size) for size in ticks],
         },
-        yaxis={"type": "log", "title": "seconds", "exponentformat": "SI"},
+        yaxis={"type": "log", "title": "seconds", "exponentformat": "SI", "dtick": "D2"},
         template="plotly_white",
     )
     figure.write_html(file, include_plotlyjs=True, full_html=True)
