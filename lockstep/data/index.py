@@ -23,7 +23,7 @@ Settings = Mapping[str, float | str]
 
 FORMAT = 1
 MAGIC = b"LSINDEX\n"
-PROLOGUE = struct.Struct("<8sII")  # magic, length of the header, CRC-32 of header and arrays
+PROLOGUE = struct.Struct("<8sII")  # magic, length of the header, CRC-32 of that length, header and arrays
 # In the order of the file: the wider ones first, so that each array is aligned.
 ARRAYS = {"offsets": "<i8", "labels": "<i8", "lengths": "<u4", "checksums": "<u4"}
 ALIGNMENT = 64
@@ -94,11 +94,16 @@ def write_index(path: Path, index: Index) -> None:
     body = text + b"".join(getattr(index, name).astype(kind).tobytes() for name, kind in ARRAYS.items())
     aside = path.with_name(f"{path.name}.{os.getpid()}.partial")
     with open(aside, "wb") as file:
-        file.write(PROLOGUE.pack(MAGIC, len(text), zlib.crc32(body)))
+        file.write(PROLOGUE.pack(MAGIC, len(text), zlib.crc32(body, _start_checksum(len(text)))))
         file.write(body)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)
+
+
+def _start_checksum(header_length: int) -> int:
+    """The length belongs to what is checked: a little less, and the header would still be read but not the arrays."""
+    return zlib.crc32(struct.pack("<I", header_length))
 
 
 def read_index(path: Path) -> Index:
@@ -137,7 +142,7 @@ def _read_header(file: int) -> tuple[dict[str, Any], int]:
     if magic != MAGIC:
         raise ValueError("it does not start as an index does")
     # Read and not mapped: the pages pass through one small buffer, so that the check costs no memory.
-    checksum, text = 0, b""
+    checksum, text = _start_checksum(length), b""
     while chunk := os.read(file, CHUNK_BYTES):
         checksum = zlib.crc32(chunk, checksum)
         text += chunk[: max(0, length - len(text))]
