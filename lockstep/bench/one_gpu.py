@@ -5,7 +5,6 @@ all of them are measured and the best counts. Both sides stay in memory and take
 """
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from lockstep.bench.results import check_files, write_rows
 from lockstep.comm.world import World, join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.engine.build import assemble, build_network, set_number_formats
 from lockstep.engine.execution import choose_execution
 from lockstep.engine.tune import fake_batch
 from lockstep.errors import LockstepError
+from lockstep.models import RESNET_DEPTHS
 from lockstep.optim.schedule import Schedule
 
 Step = Callable[[], object]
@@ -254,6 +255,9 @@ def describe(rows: list[Row], console: Console) -> None:
 
 def run(*, models: list[str], batches: list[int], peers: list[str], rounds: int, json_file: Path | None = None) -> None:
     """Measure every model and batch; print a table and write the rows."""
+    if unknown := [model for model in models if model not in ("alexnet", *RESNET_DEPTHS)]:
+        raise LockstepError(f"--model {unknown[0]} is unknown; choose alexnet or {', '.join(RESNET_DEPTHS)}.")
+    check_files(json_file, None)
     if not torch.cuda.is_available():
         raise LockstepError("`bench step --against torchvision` needs a GPU, and this machine shows none.")
     console = Console()
@@ -274,7 +278,7 @@ def run(*, models: list[str], batches: list[int], peers: list[str], rounds: int,
                 torch.cuda.empty_cache()
                 torch.compiler.reset()
                 if json_file is not None:
-                    json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+                    write_rows(json_file, [asdict(row) for row in rows])
         describe(rows, console)
         for row in rows:
             if row.name.startswith("lockstep"):

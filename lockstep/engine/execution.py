@@ -69,19 +69,21 @@ def choose_execution(config: RunConfig, parts: Parts, world: World, num_steps: i
     count = len(batch.labels)
     start = time.perf_counter()
     trials = [_try(execution, parts, world, batch) for execution in list_executions(config)]
-    best = _pick(trials)
+    best = pick_trial(trials)
     if config.train.compile == "auto" and num_steps * best.seconds > WORTH_COMPILING_S:
         trials += [_try(execution, parts, world, batch) for execution in list_compiled(config)]
-        best = _pick(trials)
+        best = pick_trial(trials)
     for trial in trials:
         if trial.failure:
-            say(f"The step {trial.execution} was left out: {trial.failure}")
+            say(f"The step with {trial.execution} was left out: {trial.failure}")
     say(describe_trials(trials, best, count, time.perf_counter() - start))
     return apply_execution(best.execution, parts, count, batch.global_size)
 
 
 def describe_trials(trials: Sequence[Trial], best: Trial, count: int, seconds: float) -> str:
     """One sentence on what was chosen and what it was measured against."""
+    if best not in trials:
+        return f"The step runs with {best.execution}, because every other way failed."
     others = [trial for trial in trials if trial is not best and not trial.failure]
     text = (
         f"The step runs with {best.execution}: {best.seconds * 1e3:.1f} ms ({count / best.seconds:,.0f} images/s here)"
@@ -107,7 +109,8 @@ def list_compiled(config: RunConfig) -> list[Execution]:
     return [Execution(False, config.train.cuda_graph != "off", way) for way in ways]
 
 
-def _pick(trials: Sequence[Trial]) -> Trial:
+def pick_trial(trials: Sequence[Trial]) -> Trial:
+    """The quickest that works; PyTorch's kernels launched one by one where none does."""
     working = [trial for trial in trials if not trial.failure]
     return min(working, key=lambda trial: trial.seconds) if working else Trial(PLAIN, float("nan"))
 

@@ -25,6 +25,16 @@ def test_peers_are_picked_by_name() -> None:
         one_gpu.pick_peers("jax")
 
 
+def test_a_model_it_does_not_know_is_one_sentence() -> None:
+    with pytest.raises(LockstepError, match="--model resnet51 is unknown; choose alexnet or resnet18"):
+        one_gpu.run(models=["resnet51"], batches=[8], peers=[], rounds=2)
+
+
+def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match="cannot be written"):
+        one_gpu.run(models=["resnet50"], batches=[8], peers=[], rounds=2, json_file=tmp_path / "none" / "rows.json")
+
+
 def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
