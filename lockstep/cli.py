@@ -424,9 +424,21 @@ def bench_input(
     rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median counts.")] = 5,
     round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 3.0,
     feed: Annotated[float | None, typer.Option(help="Training speed to feed, in images a second.")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Train this network from SRC, beside the same on data in memory, instead.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="With --train: how long it is fed.")] = 60.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
 ) -> None:
     """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
+    if train:
+        from lockstep.bench import feed as fed
+        from lockstep.bench.input import open_photos
+
+        wanted = fed.Wanted(train, batch, image_size, seconds, threads)
+        console = Console()
+        fed.run(open_photos(path, console), wanted, console, json_file)
+        return
     from lockstep.bench.input import run_parent
 
     run_parent(

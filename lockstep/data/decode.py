@@ -80,8 +80,20 @@ def decode(data: Encoded, header: Header | None = None, factor: int = 1, buffer:
 
 
 def is_progressive(data: Encoded) -> bool:
-    """Whether a JPEG comes in several scans; the marker cannot occur in coded pixels, where 0xFF is followed by 0."""
-    return b"\xff\xc2" in bytes(data[: 1 << 16])
+    """Whether a JPEG comes in several scans: read off its frame header, found by walking from segment to segment.
+
+    What cannot be walked is taken for progressive, which is the more careful guess.
+    """
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # these three are tables, not frames
+            return marker & 3 == 2
+        else:
+            at += 2 + 256 * data[at + 2] + data[at + 3]
+    return True
 
 
 def _min_factor(height: int, width: int, factors: tuple[int, ...]) -> int:

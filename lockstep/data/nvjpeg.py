@@ -1,6 +1,7 @@
 """Encoded JPEGs → planar images on the GPU, many at once, by nvJPEG through torchvision, where that is installed."""
 
 import threading
+import warnings
 from collections import deque
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from lockstep.data.reader import Loaded
 
 # Images of one call: enough to keep nvJPEG's engines busy, few enough that a batch need not wait long for one.
 MAX_IMAGES = 64
+# One reads and parses images while the other's are decoded.
+NUM_THREADS = 2
 
 
 @cache
@@ -31,11 +34,13 @@ def has_nvjpeg() -> bool:
 
 
 class Nvjpeg:
-    """nvJPEG on one device; one thread at a time may decode, which is all that torchvision allows."""
+    """nvJPEG on one device; threads decode one after the other, which is all that torchvision allows."""
 
     def __init__(self, device: torch.device) -> None:
         from torchvision.io import ImageReadMode, decode_jpeg
 
+        # Nobody writes to encoded images, and copies of them would cost the training step time.
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
         self._decode_jpeg, self._mode = decode_jpeg, ImageReadMode.RGB
         self._device = device
         # nvJPEG writes on a stream of its own, which waits for nobody, into memory that is free in the order of the
@@ -43,6 +48,7 @@ class Nvjpeg:
         self._stream = torch.cuda.Stream(device)
         self._held: deque[tuple[list[Tensor], torch.cuda.Event]] = deque()
         self._lock = threading.Lock()
+        self._decoding = threading.Lock()
 
     @staticmethod
     def can_decode(image: Loaded) -> bool:
@@ -54,10 +60,9 @@ class Nvjpeg:
         """The images, 3 × height × width, for use on stream `reader`; None when nvJPEG refuses one of them."""
         if not encoded:
             return []
-        # A copy, because PyTorch warns of memory that it could not write to.
-        data = [torch.frombuffer(bytearray(item), dtype=torch.uint8) for item in encoded]
+        data = [torch.frombuffer(item, dtype=torch.uint8) for item in encoded]
         try:
-            with torch.cuda.stream(self._stream):
+            with self._decoding, torch.cuda.stream(self._stream):
                 planes: list[Tensor] = self._decode_jpeg(data, mode=self._mode, device=self._device)
                 if reader:
                     reader.wait_event(self._stream.record_event())

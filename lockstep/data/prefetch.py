@@ -1,6 +1,6 @@
 """Batches prepared ahead of the step (step 5 on the walk): tasks of a few rows, and the threads that work them off.
 
-Decode threads and, on a GPU, one thread that hands blocks to nvJPEG take tasks from one queue, so that whoever is free
+Decode threads and, on a GPU, threads that hand blocks to nvJPEG take tasks from one queue, so that whoever is free
 does the next one: under load neither is enough alone.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.data.block import Request, Rows
-from lockstep.data.nvjpeg import MAX_IMAGES
+from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
 
 # Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
 MAX_TASK_ROWS = 16
@@ -109,7 +109,7 @@ class Prefetcher:
         self._tasks: deque[Task] = deque()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-decode")
-        self._nvjpeg_pool = ThreadPoolExecutor(1, thread_name_prefix="lockstep-decode-nvjpeg")
+        self._nvjpeg_pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lockstep-decode-nvjpeg")
 
     @property
     def is_idle(self) -> bool:

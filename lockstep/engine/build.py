@@ -22,6 +22,7 @@ from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import Source, open_folder
+from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
@@ -280,10 +281,12 @@ def build_schedule(config: RunConfig, in_epoch: int, total: int) -> Schedule:
     )
 
 
-def count_decode_threads(config: RunConfig, world: World) -> int:
-    """As many as cores; on a GPU two are left to the threads that drive it."""
-    spared = 2 if world.device.type == "cuda" else 0
-    return config.data.decode_threads or max(1, world.num_threads - spared)
+def count_decode_threads(config: RunConfig, world: World, decoder: DecoderName) -> int:
+    """As many as cores; on a GPU two are left to the threads that drive it, and beside nvJPEG a few are enough."""
+    if config.data.decode_threads or world.device.type != "cuda":
+        return config.data.decode_threads or world.num_threads
+    most = THREADS_BESIDE_NVJPEG if choose_decoder(decoder, world.device) == "both" else world.num_threads
+    return max(1, min(most, world.num_threads - 2))
 
 
 def build_train_pipeline(config: RunConfig, world: World, source: Source, start: Cursor) -> TrainPipeline:
@@ -302,7 +305,7 @@ def build_train_pipeline(config: RunConfig, world: World, source: Source, start:
         flip=data.flip,
         mean=data.mean,
         std=data.std,
-        threads=count_decode_threads(config, world),
+        threads=count_decode_threads(config, world, data.decoder),
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         start=start,
@@ -325,7 +328,7 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         eval_resize=data.eval_resize,
         mean=data.mean,
         std=data.std,
-        threads=count_decode_threads(config, world),
+        threads=count_decode_threads(config, world, "cpu"),
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         bad_share=data.bad_share,

@@ -64,7 +64,9 @@ def spent_sentence(share_compute: float, share_comm: float, share_input: float) 
         return f"{spent}; the devices were kept busy."
     if share_comm >= share_input:
         return f"{spent}; more samples per rank (a larger train.global_batch or fewer ranks) would lower communication."
-    return f"{spent}; more decoding threads (data.decode_threads) or faster storage would shorten the wait."
+    return (
+        f"{spent}; smaller images (`lockstep data pack --short-side`), more cores or faster storage would shorten it."
+    )
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

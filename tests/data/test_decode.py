@@ -145,6 +145,12 @@ def test_a_header_tells_progressive_and_cmyk_from_the_rest() -> None:
     image = Image.fromarray(smooth_picture())
     assert not is_progressive(encode(image))
     assert is_progressive(encode(image, progressive=True))
+    # A thumbnail in the metadata has a frame header too, which is not that of the image.
+    thumbnail = encode(image, progressive=True)
+    assert not is_progressive(encode(image, exif=b"Exif\0\0" + thumbnail))
+    assert is_progressive(encode(image, exif=b"Exif\0\0" + encode(image), progressive=True))
+    assert is_progressive(b"\xff\xd8\xff\xff\xff\xc2\0\x0b")  # bytes that only fill are skipped
+    assert is_progressive(b"\xff\xd8 nothing to walk along")
     assert read_header(encode(image)).colors == "YCbCr"
     assert read_header(encode(image.convert("L"))).colors == "Gray"
     assert read_header(encode(image.convert("CMYK"))).colors == ""

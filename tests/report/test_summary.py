@@ -101,7 +101,10 @@ def test_a_summary_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
             (0.83, 0.14, 0.03),
             "more samples per rank (a larger train.global_batch or fewer ranks) would lower communication.",
         ),
-        ((0.70, 0.05, 0.25), "more decoding threads (data.decode_threads) or faster storage would shorten the wait."),
+        (
+            (0.70, 0.05, 0.25),
+            "smaller images (`lockstep data pack --short-side`), more cores or faster storage would shorten it.",
+        ),
         ((0.97, 0.02, 0.01), "the devices were kept busy."),
     ],
 )
