@@ -125,7 +125,7 @@ def measure_tuning(config: RunConfig, parts: Parts, hybrid: Hybrid, world: World
     pinned = pinned_choice(config, topology)
     choices = [pinned] if pinned else list_choices(topology)
     weight = hybrid.bytes_per_element
-    half, full = parts.reducer.gradients
+    half, full = parts.reducer.flat
     array = half if half.numel() else full
     sizes = list_sizes(min(weight, array.element_size()) * array.numel())
     samples = measure_choices(hybrid, world, array, choices, sizes, MESSAGE_SHARE * budget_s)

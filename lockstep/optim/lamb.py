@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.layout import Layout
-from lockstep.optim.rule import Rule
+from lockstep.optim.rule import Rule, Slots
 
 
 class Lamb(Rule):
@@ -41,21 +41,21 @@ class Lamb(Rule):
             "weight_decay": self.weight_decay,
         }
 
-    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
+    def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         slots = self.segments
-        m, v = self._state["first_moment"], self._state["second_moment"]
-        m.lerp_(gradients, 1.0 - self.beta1)
-        v.mul_(self.beta2).addcmul_(gradients, gradients, value=1.0 - self.beta2)
-
+        first, second = (slots.split(self._state[name]) for name in ("first_moment", "second_moment"))
         t = self._count.double() + 1  # in FP64: in FP32, 1 − β₂ᵗ would lose half its digits to cancellation
         m_correction = 1.0 - self.beta1**t
         v_correction = 1.0 - self.beta2**t
-        r = torch.sqrt(v, out=gradients)
-        r.div_(v_correction.sqrt()).add_(self.epsilon)
-        torch.div(m, r, out=r).div_(m_correction)
-        slots.add_decay(r, weights, self.weight_decay)
+        for g, m, v in zip(gradients, first, second, strict=True):
+            m.lerp_(g, 1.0 - self.beta1)
+            v.mul_(self.beta2).addcmul_(g, g, value=1.0 - self.beta2)
+            r = torch.sqrt(v, out=g).div_(v_correction.sqrt()).add_(self.epsilon)
+            torch.div(m, r, out=r).div_(m_correction)
+        update = gradients
+        slots.add_decay(update, weights, self.weight_decay)
 
-        w_norm, r_norm = slots.norms(weights), slots.norms(r)
+        w_norm, r_norm = slots.norms(weights), slots.norms(update)
         trust = slots.trust(w_norm / r_norm, w_norm, r_norm)
-        slots.scale(r, lr * trust)
-        weights.sub_(r)
+        slots.scale(update, lr * trust)
+        torch._foreach_sub_(weights, update)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.layout import Layout
-from lockstep.optim.rule import Rule
+from lockstep.optim.rule import Rule, Slots
 
 
 class Lars(Rule):
@@ -40,14 +40,15 @@ class Lars(Rule):
             "epsilon": self.epsilon,
         }
 
-    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
+    def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         slots = self.segments
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
         decayed_norm = g_norm + self.weight_decay * slots.decay * w_norm
         trust = slots.trust(self.trust_coefficient * w_norm / (decayed_norm + self.epsilon), w_norm, g_norm)
 
-        update, v = gradients, self._state["momentum"]
-        slots.add_decay(update, weights, self.weight_decay)
-        slots.scale(update, lr * trust)
-        torch.add(update, v, alpha=self.momentum, out=v)
-        weights.sub_(v)
+        slots.add_decay(gradients, weights, self.weight_decay)
+        slots.scale(gradients, lr * trust)
+        momentum = slots.split(self._state["momentum"])
+        for update, v in zip(gradients, momentum, strict=True):
+            torch.add(update, v, alpha=self.momentum, out=v)
+        torch._foreach_sub_(weights, momentum)

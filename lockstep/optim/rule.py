@@ -1,8 +1,8 @@
 """What every update rule is: state arrays over the layout, and a step in place; step 9 of the walk.
 
-A rule sees weights and gradients as flat arrays with zeros between the slots. On a GPU one fused update of
-`kernels/flat_update.py` does all of it; the plain version here is its documentation and its oracle: cast the gradients
-to FP32, unscale, update, and put everything back if they were not finite.
+A rule sees weights as a flat array with zeros between the slots, and gradients as flat arrays or slot by slot. On a GPU
+one fused update of `kernels/flat_update.py` does all of it; the plain version here is its documentation and its oracle:
+cast the gradients to FP32, unscale, update slot by slot, and put everything back if they were not finite.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
-from lockstep.layout import Layout, align
+from lockstep.layout import Layout
 from lockstep.optim.loss_scale import LossScale
 
 if TYPE_CHECKING:
@@ -25,38 +25,41 @@ if TYPE_CHECKING:
 PIECE = 1 << 16
 
 
+# One array for each slot, all its elements in the order they lie in memory.
+Slots = list[Tensor]
+
+
 class Segments:
-    """Flat arrays slot by slot, each slot with the padding behind it, whose zeros change neither norms nor sums."""
+    """What rules do to all slots at once."""
 
     def __init__(self, layout: Layout, device: torch.device | str) -> None:
-        self._sizes = [align(slot.numel) for slot in layout.slots]
-        self._piece_sizes = [min(PIECE, size - start) for size in self._sizes for start in range(0, size, PIECE)]
-        self._pieces_per_slot = [-(-size // PIECE) for size in self._sizes]
+        self._bounds = [(slot.offset, slot.numel) for slot in layout.slots]
         self._decay = [slot.decay for slot in layout.slots]
         self.decay = torch.tensor(self._decay, device=device)
         self.adapt = torch.tensor([slot.adapt for slot in layout.slots], device=device)
 
-    def where_decay(self, flat: Tensor, decay: bool) -> list[Tensor]:
+    def split(self, flat: Tensor) -> Slots:
+        """The slots of a flat array, without the padding between them."""
+        return [flat.narrow(0, offset, numel) for offset, numel in self._bounds]
+
+    def where_decay(self, slots: Slots, decay: bool) -> Slots:
         """The slots that get weight decay, or those that do not."""
-        return [
-            view
-            for view, decays in zip(flat.split_with_sizes(self._sizes), self._decay, strict=True)
-            if decays == decay
-        ]
+        return [values for values, decays in zip(slots, self._decay, strict=True) if decays == decay]
 
-    def norms(self, flat: Tensor) -> Tensor:
+    def norms(self, slots: Slots) -> Tensor:
         """The L2 norm of every slot."""
-        of_pieces = torch.stack(torch._foreach_norm(flat.split_with_sizes(self._piece_sizes)))
-        return torch.stack(torch._foreach_norm(of_pieces.split_with_sizes(self._pieces_per_slot)))
+        pieces = [values.split(PIECE) for values in slots]
+        of_pieces = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts]))
+        return torch.stack(torch._foreach_norm(of_pieces.split_with_sizes([len(parts) for parts in pieces])))
 
-    def add_decay(self, update: Tensor, weights: Tensor, weight_decay: float) -> None:
+    def add_decay(self, update: Slots, weights: Slots, weight_decay: float) -> None:
         """update ← update + weight_decay · weights, in the slots that decay."""
         if weight_decay and any(self._decay):
             torch._foreach_add_(self.where_decay(update, True), self.where_decay(weights, True), alpha=weight_decay)
 
-    def scale(self, flat: Tensor, factors: Tensor) -> None:
+    def scale(self, slots: Slots, factors: Tensor) -> None:
         """Multiply every slot by its factor, which stays on the device."""
-        torch._foreach_mul_(flat.split_with_sizes(self._sizes), list(factors.unbind()))
+        torch._foreach_mul_(slots, list(factors.unbind()))
 
     def trust(self, ratios: Tensor, *norms: Tensor) -> Tensor:
         """The trust ratio where a slot adapts and none of its norms is zero; 1 elsewhere."""
@@ -83,43 +86,46 @@ class Rule(ABC):
     def step(
         self,
         weights: Tensor,
-        gradients: tuple[Tensor, Tensor],
+        gradients: tuple[Tensor, Tensor] | Slots,
         lr: Tensor,
         half_weights: Tensor | None = None,
         scale: LossScale | None = None,
     ) -> None:
         """Update the master weights and their half copy in place; the gradients are left as scratch.
 
-        `gradients` are the half ones over [0, split) of the layout and the FP32 ones behind them, both times `scale`.
-        With a scale a step whose gradients are not finite changes nothing but the scale.
+        `gradients` are the half ones over [0, split) of the layout and the FP32 ones behind them, both times `scale`;
+        or all of them in FP32, slot by slot. With a scale a step whose gradients are not finite changes nothing but it.
         """
-        if self.is_fused:
+        if isinstance(gradients, list):
+            slots = gradients
+        elif self.is_fused:
             kernels = self._kernels or self.fuse()
             kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self._count, scale)
             return
-        flat = self._to_fp32(*gradients)
+        else:
+            slots = self.segments.split(self._to_fp32(*gradients))
         if scale is None:
-            self._update(weights, flat, lr)
+            self._update(self.segments.split(weights), slots, lr)
             self._count += 1
         else:
-            self._update_if_finite(weights, flat, lr, scale)
+            self._update_if_finite(weights, slots, lr, scale)
         if half_weights is not None and half_weights.numel():
             half_weights.copy_(weights[: self.layout.split])
 
     @abstractmethod
-    def _update(self, weights: Tensor, gradients: Tensor, lr: Tensor) -> None:
-        """One step on flat FP32 arrays, the gradients used as scratch; `_count` is that of the steps before."""
+    def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
+        """One step in FP32, the gradients used as scratch; `_count` is that of the steps before."""
 
     @abstractmethod
     def constants(self) -> dict[str, Any]:
         """The numbers of the rule, by the names the fused kernels know them by."""
 
-    def _update_if_finite(self, weights: Tensor, gradients: Tensor, lr: Tensor, scale: LossScale) -> None:
-        gradients.mul_(1.0 / scale.factor)
+    def _update_if_finite(self, weights: Tensor, gradients: Slots, lr: Tensor, scale: LossScale) -> None:
+        torch._foreach_mul_(gradients, 1.0 / scale.factor)
         counts = scale.settle(self.segments.norms(gradients).isfinite())
         arrays = (weights, *self._state.values())
         before = [array.clone() for array in arrays]
-        self._update(weights, gradients, lr)
+        self._update(self.segments.split(weights), gradients, lr)
         for array, old in zip(arrays, before, strict=True):
             torch.where(counts, array, old, out=array)
         self._count += counts

@@ -59,7 +59,7 @@ def reduce_once(
         plan,
         start=hybrid.start if hybrid else None,
     )
-    reducer.copies_late = copies_late  # as on a GPU
+    reducer.copies_late = copies_late or reducer.keeps  # as on a GPU
     start = sum(shares[: world.rank])
     own = samples(sum(shares))[start : start + shares[world.rank]]
     for _ in range(2):  # the second step must not remember the first
@@ -72,6 +72,11 @@ def reduce_once(
                 reducer.arm()
             loss.backward()
         reducer.finish()
+    if isinstance(reducer.gradients, list):
+        slots = [
+            g.view(view.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2) if view.dim() == 4 else g.view_as(view)
+            for g, view in zip(reducer.gradients, slots, strict=True)
+        ]
     named = {slot.name: view.clone() for slot, view in zip(layout.slots, slots, strict=True)}
     return named, reducer.side[0].item()
 
@@ -117,10 +122,31 @@ def test_every_rank_holds_bit_identical_sums() -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_one_rank_needs_no_group() -> None:
-    named, _ = reduce_once(world_of_one(), [6], 1.0, True)
+@pytest.mark.parametrize("passes", [1, 3])
+def test_one_rank_needs_no_group(passes: int) -> None:
+    named, _ = reduce_once(world_of_one(), [6], 1.0, True, passes)
     for name, gradient in expected(6).items():
         torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_alone_on_a_cpu_gradients_stay_where_backward_left_them() -> None:
+    model = nn.Linear(3, 2)
+    layout = plan_layout(describe_parameters(model))
+    build_weights(model, layout, "cpu")
+    gradients = allocate_gradients(layout.numel, torch.device("cpu"))
+    own = dict(model.named_parameters())
+    parameters = [own[slot.name] for slot in layout.slots]
+    plan = ReductionPlan(add_tail(layout, plan_buffers(layout.head, 1.0, 4)), (FLAT,) * len(layout.slots), overlap=True)
+    reducer = Reducer(parameters, gradients, mixed_views(*gradients, layout), plan)
+    for step in (1.0, 2.0):
+        reducer.begin()
+        reducer.arm()
+        (step * own["bias"].sum()).backward()  # the weights have no gradient
+        reducer.finish()
+        found = dict(zip((slot.name for slot in layout.slots), reducer.gradients, strict=True))
+        assert found["bias"].data_ptr() == own["bias"].grad.data_ptr()  # type: ignore[union-attr]
+        assert found["bias"].tolist() == [step, step]
+        assert found["weight"].tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
