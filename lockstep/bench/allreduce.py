@@ -7,13 +7,12 @@ keeps a machine that slows down from looking like a wrong model.
 
 import json
 import os
-import random
 import socket
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
 
 from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.allreduce_rounds import MIN_ROUNDS, Plan, Run, Say, keep_best, plan_rounds, screen, take_turns
 from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
@@ -37,15 +36,10 @@ from lockstep.errors import LockstepError
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 ROUNDS = 24
 BUDGET_S = 300.0
-MIN_ROUNDS = 3  # of each half, when time is short
-TURN_S = 0.05  # calls are repeated within a turn until the quickest takes this long: ranks do not start all at once
 TIMEOUT_S = 120.0  # a call that takes longer is not worth waiting for
 TORCH, FLAT = Choice("torch"), Choice("flat")
 # Anything else must beat PyTorch's own by this much to be chosen over it: less is noise, and noise is no reason.
 MARGIN = 0.05
-
-Run = Callable[[Tensor], object]
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -88,13 +82,15 @@ def measure_allreduce(
     runs = _build_runs(topology, world.rank)
     array = torch.zeros(max(sizes) // 4, device=world.device)
     start = time.perf_counter()
-    trials: list[Trial] = []
-    for index, size in enumerate(sorted(sizes)):
-        # Short messages take less than their share, and leave the rest to the long ones.
-        left_s = budget_s - (time.perf_counter() - start)
-        share_s: float = world.broadcast_object(left_s / (len(sizes) - index))
-        trials.append(_measure_size(runs, array[: size // 4], world, rounds, share_s))
-        say(f"{_describe_trial(trials[-1])}; {time.perf_counter() - start:.0f} s of about {budget_s:.0f} s")
+    screened = {size: screen(runs, array[: size // 4], world) for size in sorted(sizes)}
+    left_s: float = world.broadcast_object(budget_s - (time.perf_counter() - start))
+    plans = plan_rounds(screened, rounds, left_s)
+    for plan in plans:
+        say(f"{describe_bytes(plan.size):>8}: {plan.rounds} rounds of {len(plan.kept)} × {plan.repeats} calls")
+    times = take_turns(plans, runs, array, world, lambda line: say(f"{line} of about {left_s:.0f} s"))
+    trials = [_judge(plan, times[plan.size]) for plan in plans]
+    for trial in trials:
+        say(_describe_trial(trial))
     return _build_rows(trials, topology)
 
 
@@ -194,40 +190,12 @@ def _bind(choice: Choice, groups: Groups) -> Run:
     return lambda tensor: algorithm(tensor, groups)
 
 
-def _measure_size(runs: dict[Choice, Run], tensor: Tensor, world: World, rounds: int, share_s: float) -> Trial:
-    """Learn, choose, judge."""
-    screened = _screen(runs, tensor, world)
-    kept = _keep_best(screened, 2)
-    round_s = sum(screened[choice] for choice in kept)
-    repeats = max(1, int(min(50, TURN_S / min(screened.values()), share_s / round_s / (2 * MIN_ROUNDS))))
-    half = min(rounds // 2, max(MIN_ROUNDS, int(share_s / round_s / repeats / 2)))
-    times = _take_turns({choice: runs[choice] for choice in kept}, tensor, world, 2 * half, repeats)
+def _judge(plan: Plan, times: dict[Choice, list[float]]) -> Trial:
+    """Learn from every other round, choose, judge by the rounds between."""
     learned = {choice: values[0::2] for choice, values in times.items()}
     medians = {choice: statistics.median(values) for choice, values in learned.items()}
-    judged = {choice: times[choice][1::2] for choice in _keep_best(medians, 1)}
-    return Trial(tensor.numel() * 4, screened, learned, judged, _choose(learned))
-
-
-def _screen(runs: dict[Choice, Run], tensor: Tensor, world: World) -> dict[Choice, float]:
-    """The seconds of one call each, after one whose sum is checked: there is no point in timing a wrong one."""
-    seconds = torch.zeros(len(runs), dtype=torch.float64)
-    for index, (choice, run) in enumerate(runs.items()):
-        tensor.fill_(world.rank + 1)
-        run(tensor)
-        if not bool((tensor == world.size * (world.size + 1) // 2).all()):
-            raise LockstepError(f"{choice} summed {tensor.numel()} elements wrongly; please report it.")
-        tensor.zero_()  # stays zero however often it is summed
-        seconds[index] = _time_turn(run, tensor, 1, world)
-    return dict(zip(runs, world.maximum(seconds).tolist(), strict=True))
-
-
-def _keep_best(seconds: dict[Choice, float], count: int) -> list[Choice]:
-    """Each algorithm with its `count` best group sizes."""
-    kept: list[Choice] = []
-    for algorithm in dict.fromkeys(choice.algorithm for choice in seconds):
-        mine = [choice for choice in seconds if choice.algorithm == algorithm]
-        kept += sorted(mine, key=seconds.__getitem__)[:count]
-    return kept
+    judged = {choice: times[choice][1::2] for choice in keep_best(medians, 1)}
+    return Trial(plan.size, plan.screened, learned, judged, _choose(learned))
 
 
 def _choose(learned: dict[Choice, list[float]]) -> Choice:
@@ -237,31 +205,6 @@ def _choose(learned: dict[Choice, list[float]]) -> Choice:
     shares = [mine / theirs for mine, theirs in zip(learned[best], learned[FLAT], strict=True)]
     _, middle, upper = statistics.quantiles(shares, n=4, method="inclusive")
     return best if middle < 1 - MARGIN and upper < 1 else FLAT
-
-
-def _take_turns(
-    runs: dict[Choice, Run], tensor: Tensor, world: World, rounds: int, repeats: int
-) -> dict[Choice, list[float]]:
-    """Seconds a call, for each round; the slowest rank's time counts, and all ranks learn it."""
-    turns = list(runs)
-    seconds = torch.zeros(rounds, len(turns), dtype=torch.float64)
-    for number in range(rounds):
-        # In another order each round, the same on all ranks, so that nobody always follows the same one.
-        for index in random.Random(number).sample(range(len(turns)), len(turns)):
-            seconds[number, index] = _time_turn(runs[turns[index]], tensor, repeats, world)
-    columns = world.maximum(seconds).T.tolist()
-    return dict(zip(turns, columns, strict=True))
-
-
-def _time_turn(run: Run, tensor: Tensor, repeats: int, world: World) -> float:
-    """Seconds a call on this rank, from all ranks ready."""
-    world.barrier()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run(tensor)
-    if tensor.is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats
 
 
 def _build_rows(trials: Sequence[Trial], topology: Topology) -> list[Row]:

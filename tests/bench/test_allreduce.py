@@ -1,17 +1,18 @@
 """The all-reduce benchmark: complete rows that all ranks agree on, chosen on one half and judged on the other."""
 
 import io
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from lockstep.bench import allreduce as bench
 from lockstep.bench.allreduce import Row, measure_allreduce, parse_sizes, run_parent
 from lockstep.bench.allreduce_report import build_table, describe_bytes, write_chart
+from lockstep.bench.allreduce_rounds import MIN_ROUNDS, Plan, keep_best, list_turns, plan_rounds
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.comm.allreduce import ALGORITHMS
 from lockstep.comm.cost import Choice
@@ -64,7 +65,7 @@ def test_there_is_a_row_for_every_algorithm_and_size_and_all_ranks_agree() -> No
         assert row.predicted_s > 0
         assert row.rounds == 3
         assert row.topology == "2x2"
-    assert len(lines) == len(SIZES)
+    assert len([line for line in lines if "ratio" in line]) == len(SIZES)
     for size, line in zip(SIZES, lines, strict=True):
         here = {row.choice: row for row in rows if row.bytes == size and row.algorithm != "hybrid"}
         (hybrid,) = (row for row in rows if row.bytes == size and row.algorithm == "hybrid")
@@ -95,23 +96,36 @@ def test_each_algorithm_keeps_its_best_group_sizes() -> None:
         Choice("torus", 8): 2.0,
         Choice("hierarchical", 2): 5.0,
     }
-    assert set(bench._keep_best(seconds, 2)) == seconds.keys() - {Choice("torus", 2)}
-    assert set(bench._keep_best(seconds, 1)) == {Choice("torch"), Choice("torus", 4), Choice("hierarchical", 2)}
+    assert set(keep_best(seconds, 2)) == seconds.keys() - {Choice("torus", 2)}
+    assert set(keep_best(seconds, 1)) == {Choice("torch"), Choice("torus", 4), Choice("hierarchical", 2)}
 
 
-def test_what_is_judged_is_not_what_was_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_of_every_size_are_spread_over_the_whole_time() -> None:
+    often, seldom = (Plan(size, {}, [], repeats=1, rounds=rounds) for size, rounds in ((4, 20), (1 << 20, 6)))
+    turns = list_turns([often, seldom])
+    assert sorted(number for plan, number in turns if plan is often) == list(range(20))
+    assert [number for plan, number in turns if plan is seldom] == list(range(6))
+    places = [place for place, (plan, _) in enumerate(turns) if plan is seldom]
+    gaps = [after - before for before, after in itertools.pairwise([-1, *places, len(turns)])]
+    assert max(gaps) <= 6
+
+
+def test_long_messages_get_the_time_that_short_ones_leave() -> None:
+    ours, theirs = Choice("flat"), Choice("torch")
+    screened = {1024: {ours: 0.0001, theirs: 0.0002}, 1 << 20: {ours: 0.1, theirs: 0.1}}
+    short, long = plan_rounds(screened, rounds=40, budget_s=8.0)
+    # 40 rounds of 50 calls each take 0.6 s of the short one's 4 s; 7.4 s are 36 rounds of the long one.
+    assert (short.rounds, short.repeats) == (40, 50)
+    assert (long.rounds, long.repeats) == (36, 1)
+    assert plan_rounds({1 << 20: screened[1 << 20]}, rounds=40, budget_s=0.1)[0].rounds == 2 * MIN_ROUNDS
+
+
+def test_what_is_judged_is_not_what_was_chosen_by() -> None:
     torch_s, flat, ring = Choice("torch"), Choice("flat"), Choice("torus", 2)
 
-    def take_turns(
-        runs: dict[Choice, object], tensor: object, world: object, rounds: int, repeats: int
-    ) -> dict[Choice, list[float]]:
-        """The ring is quick in every other round only."""
-        return {choice: [0.1, 0.9] * (rounds // 2) if choice == ring else [1.0] * rounds for choice in runs}
-
-    monkeypatch.setattr(bench, "_take_turns", take_turns)
-    monkeypatch.setattr(bench, "_screen", lambda runs, tensor, world: dict.fromkeys(runs, 0.01))
-    runs = dict.fromkeys((torch_s, flat, ring), lambda tensor: None)
-    trial = bench._measure_size(runs, torch.zeros(4), None, 6, 1.0)  # type: ignore[arg-type]
+    # The ring is quick in every other round only.
+    times = {torch_s: [1.0] * 6, flat: [1.0] * 6, ring: [0.1, 0.9] * 3}
+    trial = bench._judge(Plan(16, {}, [torch_s, flat, ring], repeats=1, rounds=6), times)
     assert trial.best == ring
     assert trial.learned[ring] == [0.1] * 3
     (hybrid,) = (row for row in bench._build_rows([trial], TWO_BY_TWO) if row.algorithm == "hybrid")
