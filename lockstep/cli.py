@@ -359,7 +359,8 @@ def bench_step(
 ) -> None:
     """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
     if against == "torchvision":
-        from lockstep.bench.one_gpu import parse_batches, pick_peers, run
+        from lockstep.bench.one_gpu import parse_batches, run
+        from lockstep.bench.torchvision_peers import pick_peers
 
         models = [model] if model else ["resnet50", "alexnet"]
         run(
