@@ -455,6 +455,19 @@ def bench_optimizer(
     run_bench(parse_models(model), rounds=rounds, sweep=sweep, json_file=json_file)
 
 
+@bench.command("kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet50",
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 256,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure the compiler's too.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Our passes between convolutions beside the time their bytes take to move, and beside torch.compile's."""
+    from lockstep.bench.norm_passes import run_bench
+
+    run_bench(model, batch=batch, compiled=compiled, json_file=json_file)
+
+
 @bench.command("virtual")
 def bench_virtual(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,
