@@ -359,7 +359,8 @@ def bench_step(
 ) -> None:
     """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
     if against == "torchvision":
-        from lockstep.bench.one_gpu import parse_batches, pick_peers, run
+        from lockstep.bench.one_gpu import parse_batches, run
+        from lockstep.bench.torchvision_peers import pick_peers
 
         models = [model] if model else ["resnet50", "alexnet"]
         run(
@@ -464,6 +465,19 @@ def bench_optimizer(
     from lockstep.bench.optimizer import parse_models, run_bench
 
     run_bench(parse_models(model), rounds=rounds, sweep=sweep, json_file=json_file)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet50",
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 256,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure the compiler's too.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Our passes between convolutions beside the time their bytes take to move, and beside torch.compile's."""
+    from lockstep.bench.norm_passes import run_bench
+
+    run_bench(model, batch=batch, compiled=compiled, json_file=json_file)
 
 
 @bench.command("virtual")

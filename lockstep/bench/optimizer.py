@@ -4,12 +4,10 @@ Every row is the median of many updates timed by events on the device's stream. 
 update would take at the speed of a measured copy. On a CPU the plain versions run, once around.
 """
 
-import json
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from lockstep.bench.device_time import Call, capture, measure_calls, measure_copy
+from lockstep.bench.results import check_files, write_rows
 from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
 from lockstep.layout import plan_layout
@@ -32,10 +32,8 @@ from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import build_weights, views
 
 Model = Literal["resnet50", "alexnet"]
-Update = Callable[[], object]
 MOMENTUM, WEIGHT_DECAY, TRUST = 0.9, 1e-4, 1e-3
 MODELS: tuple[Model, ...] = ("resnet50", "alexnet")
-COPY_BYTES = 1 << 30
 RULES: dict[str, type[Rule]] = {"lars": Lars, "lamb": Lamb, "sgd": Sgd}
 # What a sweep tries: elements and warps of a tile; half vector, order and cache hint.
 SHAPES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))
@@ -69,8 +67,7 @@ def run_bench(
     """Measure every update on every model; prints a table for each."""
     console = console or Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if json_file is not None:
-        _write(json_file, [])  # before minutes of measuring
+    check_files(json_file, None)
     if device.type == "cpu":
         console.print("There is no GPU here: these are the plain versions on the CPU, a few updates each.")
         rounds = min(rounds, 3)
@@ -82,14 +79,14 @@ def run_bench(
         updates = sweep_updates(model, device) if sweep else list_updates(model, device)
         for name, num_bytes, update in updates:
             console.print(f"  {model}: {name}", highlight=False)
-            times = measure_updates(update, device, rounds)
+            times = measure_calls(update, device, rounds)
             quartiles = statistics.quantiles(times, n=4)
             spread = quartiles[2] - quartiles[0]
             found.append(Row(name, model, statistics.median(times), spread, num_bytes, num_bytes / bytes_per_s))
         console.print(draw_table(model, found))
         rows += found
     if json_file is not None:
-        _write(json_file, rows)
+        write_rows(json_file, [asdict(row) for row in rows])
     return rows
 
 
@@ -100,13 +97,13 @@ def parse_models(name: str) -> list[Model]:
     return [model for model in MODELS if name in (model, "both")]
 
 
-def list_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int, Update]]:
+def list_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
     """Name, bytes moved and one update: ours, then PyTorch's on the module's own parameters."""
     yield from list_ours(model, device)
     yield from list_peers(model, device)
 
 
-def list_ours(model: Model, device: torch.device) -> Iterator[tuple[str, int, Update]]:
+def list_ours(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
     """Our rules with FP16 gradients, loss scale and finite test; on a GPU launched and as a replayed graph."""
     for name, kind in RULES.items():
         _, update, num_parameters = build_ours(model, kind, device)
@@ -118,7 +115,7 @@ def list_ours(model: Model, device: torch.device) -> Iterator[tuple[str, int, Up
         yield f"lockstep {name}, CUDA graph", num_bytes, capture(update)
 
 
-def sweep_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int, Update]]:
+def sweep_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
     """Our rules under every tiling worth trying, as replayed graphs."""
     if device.type == "cpu" or not has_triton():
         raise LockstepError("--sweep tries the fused kernels and needs a GPU with Triton; run it on such a machine.")
@@ -133,7 +130,7 @@ def sweep_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int
             yield label, OUR_BYTES[name] * num_parameters, capture(update)
 
 
-def build_ours(model: Model, kind: type[Rule], device: torch.device) -> tuple[Rule, Update, int]:
+def build_ours(model: Model, kind: type[Rule], device: torch.device) -> tuple[Rule, Call, int]:
     """A rule of ours, one update of a whole model by it, and how many parameters that moves."""
     network = _build_network(model)
     layout = plan_layout(describe_parameters(network, half=True))
@@ -148,7 +145,7 @@ def build_ours(model: Model, kind: type[Rule], device: torch.device) -> tuple[Ru
     return rule, lambda: rule.step(master, gradients, lr, half, scale), sum(slot.numel for slot in layout.slots)
 
 
-def list_peers(model: Model, device: torch.device) -> Iterator[tuple[str, int, Update]]:
+def list_peers(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
     """SGD and LARS as PyTorch's users have them, all in FP32, without scaling or a finite test."""
     network = _build_network(model).to(device)
     parameters = list(network.parameters())
@@ -196,50 +193,6 @@ def step_foreach(parameters: list[nn.Parameter], momentum: list[Tensor], lr: flo
     torch._foreach_sub_(weights, momentum)
 
 
-def capture(update: Update) -> Update:
-    """The update as a CUDA graph to replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            update()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        update()
-    return graph.replay
-
-
-def measure_copy(device: torch.device) -> float:
-    """Bytes a second that a copy within the device's memory reads and writes."""
-    size = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 16
-    source = torch.zeros(size // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * size / statistics.median(measure_updates(lambda: target.copy_(source), device, 20))
-
-
-def measure_updates(update: Update, device: torch.device, rounds: int) -> list[float]:
-    """Seconds of each of `rounds` updates, after a warm-up."""
-    for _ in range(3 if device.type == "cuda" else 1):
-        update()
-    if device.type == "cpu":
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
-            update()
-            times.append(time.perf_counter() - start)
-        return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
-    # The host may be slower than the device: it must not run dry between two events.
-    torch.cuda._sleep(20_000_000)
-    events[0].record()
-    for event in events[1:]:
-        update()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-
-
 def draw_table(model: str, rows: list[Row]) -> Table:
     """The rows of a model, with how far each is from its floor."""
     table = Table(box=None, header_style="bold", title=model)
@@ -262,10 +215,3 @@ def _build_network(model: Model) -> nn.Module:
     network = build_model(model, 1000, image_size=224)
     initialize(network, 0)
     return network
-
-
-def _write(file: Path, rows: list[Row]) -> None:
-    try:
-        file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
-    except OSError as error:
-        raise LockstepError(f"{file} cannot be written ({error.strerror}); choose another --json.") from error

@@ -94,9 +94,14 @@ def _run_here(
 
 
 def _enter(shared: Board) -> None:
-    """Prepare a worker process: Ctrl-C is for the parent to act on, and the parent's end is the end."""
+    """Prepare a worker process."""
     global board
     board = shared
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """In a process started for a parent: Ctrl-C is for the parent to act on, and the parent's end is the end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

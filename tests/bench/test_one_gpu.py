@@ -1,13 +1,40 @@
-"""The bench beside torchvision: what it is asked for, and one small run on a GPU."""
+"""The bench beside torchvision: what it is asked for, what its table says, and one small run on a GPU."""
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from torch import nn
 
-from lockstep.bench import one_gpu
+from lockstep.bench import one_gpu, torchvision_peers
+from lockstep.bench.torchvision_peers import PEERS, pick_peers
+from lockstep.bench.turns import Step
 from lockstep.errors import LockstepError
+
+ROW = one_gpu.Row(
+    name="lockstep, fp16, LARS",
+    setting="as measured",
+    model="resnet50",
+    batch=256,
+    images_per_second=8000.0,
+    step_s=0.032,
+    spread_s=0.0,
+    prepare_s=9.0,
+    memory_bytes=10 << 30,
+    peak_bytes=10 << 30,
+    tflops=190.0,
+    matrix_share=0.25,
+)
+
+
+def describe(rows: list[one_gpu.Row]) -> str:
+    text = io.StringIO()
+    one_gpu.describe(rows, Console(file=text, width=200))
+    return text.getvalue()
 
 
 def test_batches_are_numbers_with_commas() -> None:
@@ -18,11 +45,11 @@ def test_batches_are_numbers_with_commas() -> None:
 
 
 def test_peers_are_picked_by_name() -> None:
-    assert one_gpu.pick_peers("") == list(one_gpu.PEERS)
-    assert one_gpu.pick_peers("none") == []
-    assert one_gpu.pick_peers("fp32, fp16-compiled") == ["fp32", "fp16-compiled"]
+    assert pick_peers("") == list(PEERS)
+    assert pick_peers("none") == []
+    assert pick_peers("fp32, fp16-compiled") == ["fp32", "fp16-compiled"]
     with pytest.raises(LockstepError, match="knows no jax"):
-        one_gpu.pick_peers("jax")
+        pick_peers("jax")
 
 
 def test_a_model_it_does_not_know_is_one_sentence() -> None:
@@ -42,6 +69,62 @@ def test_without_a_gpu_it_says_so() -> None:
         one_gpu.run(models=["resnet50"], batches=[8], peers=[], rounds=2)
 
 
+def test_the_quickest_peer_is_marked_and_ratios_are_ours_over_theirs() -> None:
+    slow = replace(ROW, name="torchvision, fp32", images_per_second=1000.0)
+    quick = replace(ROW, name="torchvision, fp16-compiled", images_per_second=5000.0)
+    lines = describe([ROW, slow, quick]).splitlines()
+    assert [line.split()[-3:] for line in lines if "fp32" in line] == [["8.00x", "torchvision,", "fp32"]]
+    assert "1.60x *" in next(line for line in lines if "fp16-compiled" in line)
+    assert sum("x *" in line for line in lines) == 1
+
+
+def test_a_peak_is_shown_where_it_is_well_above_the_steady_state() -> None:
+    assert "peak" not in describe([replace(ROW, peak_bytes=int(1.01 * ROW.memory_bytes))])
+    assert "10.0 (peak 10.5)" in describe([replace(ROW, peak_bytes=int(1.05 * ROW.memory_bytes))])
+
+
+def test_the_table_says_how_alexnets_differ() -> None:
+    assert "no batch norm" in describe([replace(ROW, model="alexnet")])
+    assert "no batch norm" not in describe([ROW])
+
+
+def test_operations_are_those_of_forward_and_both_gradients() -> None:
+    with torch.device("meta"):
+        network = nn.Sequential(nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.Flatten(), nn.Linear(8 * 112 * 112, 10))
+    convolution, linear = 2 * 8 * 112 * 112 * 3 * 49, 2 * 8 * 112 * 112 * 10
+    assert one_gpu.count_flops(network) == 2 * convolution + 3 * linear  # the images need no gradient
+
+
+def build_fake_step(model: str, batch: int, *setting: object) -> tuple[str, Step]:
+    return f"{model} {batch}", lambda: torch.ones(batch).sum()
+
+
+def build_broken_peer(*_: object) -> tuple[str, Step]:
+    raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+
+def build_fake_product() -> tuple[str, Step]:
+    return "", lambda: None
+
+
+def test_a_peer_that_fails_costs_only_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # here, not in the sides' processes
+    monkeypatch.setattr(one_gpu, "build_ours", build_fake_step)
+    monkeypatch.setattr(one_gpu, "build_matrix_product", build_fake_product)
+    monkeypatch.setattr(torchvision_peers, "build_peer", build_broken_peer)
+    monkeypatch.setattr(torchvision_peers, "build_network", lambda _: nn.Conv2d(3, 2, 3))
+    file = tmp_path / "rows.json"
+    one_gpu.run(models=["alexnet"], batches=[4], peers=["fp16-compiled-graphs"], rounds=2, json_file=file)
+    [row] = json.loads(file.read_text())
+    assert (row["name"], row["setting"], row["batch"]) == ("lockstep, fp16, LARS", "alexnet 4", 4)
+    assert row["images_per_second"] == pytest.approx(4 / row["step_s"])
+    said = capsys.readouterr().out
+    assert "left out: torchvision, fp16-compiled-graphs: CUDA error: unspecified launch failure\n" in said
+    assert "alexnet, batch 4: alexnet 4" in said
+
+
 @pytest.mark.gpu
 def test_a_small_run_gives_a_row_for_each_side(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
@@ -51,3 +134,5 @@ def test_a_small_run_gives_a_row_for_each_side(tmp_path: Path) -> None:
     assert theirs["name"] == "torchvision, tf32"
     assert ours["images_per_second"] > 0
     assert 0 < ours["matrix_share"] < 1
+    for row in (ours, theirs):
+        assert 0 < row["memory_bytes"] <= row["peak_bytes"]

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lockstep.bench import optimizer
+from lockstep.bench import device_time, optimizer
 from lockstep.errors import LockstepError
 from lockstep.layout import ParameterSpec
 from tests.optim.equations import run_lars
@@ -22,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(8, 2))
 
     monkeypatch.setattr(optimizer, "_build_network", build)
-    monkeypatch.setattr(optimizer, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(device_time, "COPY_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("small")
