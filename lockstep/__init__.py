@@ -4,6 +4,6 @@ import os
 
 __version__ = "0.1.0"
 
-# CUDA reads this when it starts. By default it feeds the GPU through 8 queues, which streams share in turns, so that
-# nvJPEG's kernels may queue behind a whole recorded step: 265 images/s on an H200, 15,000 through queues of their own.
+# CUDA reads this when it starts. By default it feeds a GPU through 8 queues that streams share, so that nvJPEG's work
+# may stand in line behind whole recorded steps; CUDA_DEVICE_MAX_CONNECTIONS=8 lockstep bench input --train shows it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -4,13 +4,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from lockstep import __version__, config
+from lockstep import __version__
+from lockstep.bench.commands import bench
+from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
+from lockstep.recipes import read
 
 if TYPE_CHECKING:
     from lockstep.comm.tuner import Tuning
@@ -28,7 +31,6 @@ recipes = typer.Typer(help="List, show and copy the packaged recipes.", invoke_w
 app.add_typer(recipes, name="recipes")
 data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
 app.add_typer(data, name="data")
-bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -128,7 +130,7 @@ def tune(
             if tuning := read_tuning(file):
                 _show_tuning(tuning, file, console)
         return
-    _, wanted = config.load_recipe(target, settings or [])
+    _, wanted = read.load_recipe(target, settings or [])
     membership = read_membership(os.environ)
     if membership is None:
         num_ranks = choose_num_ranks(ranks)
@@ -184,9 +186,7 @@ def _show_tuning(tuning: "Tuning", file: Path, console: Console) -> None:
     console.print(f"  sent {'under' if tuning.plan.overlap else 'after'} the backward pass\n", highlight=False)
 
 
-def _plan_run(
-    target: str, settings: list[str], out: Path | None, *, resume: bool
-) -> tuple[str, Path, config.RunConfig]:
+def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: bool) -> tuple[str, Path, RunConfig]:
     """The run's name, folder and configuration; on --resume the configuration is the one the run was started with."""
     if resume:
         folder = out or (Path(target) if Path(target).is_dir() else _find_last_run(target))
@@ -194,14 +194,14 @@ def _plan_run(
             raise LockstepError(
                 f"{folder} is not a run's folder, so there is nothing to resume; start without --resume."
             )
-        _, wanted = config.load_recipe(str(folder), settings)
+        _, wanted = read.load_recipe(str(folder), settings)
         return folder.name, folder, wanted
-    name, wanted = config.load_recipe(target, settings)
+    name, wanted = read.load_recipe(target, settings)
     return name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", wanted
 
 
 def _find_last_run(target: str) -> Path:
-    name, _ = config.load_recipe(target)
+    name, _ = read.load_recipe(target)
     runs = sorted(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/checkpoints/step-*/manifest.json"))
     if not runs:
         raise LockstepError(
@@ -228,7 +228,7 @@ def list_recipes(context: typer.Context) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("recipe", style="cyan", no_wrap=True)
     table.add_column("what it reproduces")
-    for recipe in config.list_recipes():
+    for recipe in read.list_recipes():
         table.add_row(recipe.name, recipe.summary)
     Console().print(table)
 
@@ -236,13 +236,13 @@ def list_recipes(context: typer.Context) -> None:
 @recipes.command("show")
 def show_recipe(name: str) -> None:
     """Print a recipe."""
-    print(config.recipe_text(name), end="")
+    print(read.recipe_text(name), end="")
 
 
 @recipes.command("copy")
 def copy_recipe(name: str, file: Path) -> None:
     """Copy a recipe to FILE, to change it and train with it."""
-    config.copy_recipe(name, file)
+    read.copy_recipe(name, file)
     print(f"Copied {name} to {file}; train it with: lockstep train {file}")
 
 
@@ -327,167 +327,3 @@ def show_data(
         table.add_row(split.name, *cells)
     console.print(table)
     print(settings)
-
-
-@bench.command("step")
-def bench_step(
-    against: Annotated[
-        Literal["ddp", "bare", "torchvision"],
-        typer.Option(
-            help="The peer: DDP, default and tuned; a bare loop on one rank; torchvision's network on one GPU."
-        ),
-    ] = "ddp",
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Train this network: on one small image a rank, or on --batch images beside torchvision's."),
-    ] = None,
-    batches: Annotated[str, typer.Option("--batch", help="Batch sizes beside torchvision, with commas.")] = "256,512",
-    peers: Annotated[
-        str, typer.Option(help="Settings of torchvision's that take part, such as fp32,fp16-compiled; all if empty.")
-    ] = "",
-    gradient_mb: Annotated[
-        float | None,
-        typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
-    ] = None,
-    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
-    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
-) -> None:
-    """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
-    if against == "torchvision":
-        from lockstep.bench.one_gpu import parse_batches, run
-        from lockstep.bench.torchvision_peers import pick_peers
-
-        models = [model] if model else ["resnet50", "alexnet"]
-        run(
-            models=models,
-            batches=parse_batches(batches),
-            peers=pick_peers(peers),
-            rounds=min(rounds, 12),
-            json_file=json_file,
-        )
-        return
-    from lockstep.bench.step import run_parent
-
-    run_parent(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        against=against,
-        model=model,
-        gradient_mb=gradient_mb,
-        gbit_per_s=gbit_per_s,
-        rounds=rounds,
-        round_s=round_s,
-        json_file=json_file,
-        html_file=html_file,
-    )
-
-
-@bench.command("allreduce")
-def bench_allreduce(
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 4,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 8,
-    sizes: Annotated[str, typer.Option(help="Message sizes, such as 1KiB,64KiB,4MiB; 1 KiB to 64 MiB if empty.")] = "",
-    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 24,
-    budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 300.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
-) -> None:
-    """Every all-reduce over message sizes beside PyTorch's own and beside the model's prediction."""
-    from lockstep.bench.allreduce import SIZES, parse_sizes, run_parent
-
-    run_parent(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        sizes=parse_sizes(sizes) if sizes else SIZES,
-        gbit_per_s=gbit_per_s,
-        rounds=rounds,
-        budget_s=budget_s,
-        json_file=json_file,
-        html_file=html_file,
-    )
-
-
-@bench.command("input")
-def bench_input(
-    path: Annotated[
-        Path | None,
-        typer.Argument(help="A folder of photos, or one with train/; generated if not given.", metavar="SRC"),
-    ] = None,
-    image_size: Annotated[int, typer.Option(min=1, help="Side of the squares the photos are cropped to.")] = 224,
-    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
-    threads: Annotated[int | None, typer.Option(min=1, help="Decode threads, and a peer's workers.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median counts.")] = 5,
-    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 3.0,
-    feed: Annotated[float | None, typer.Option(help="Training speed to feed, in images a second.")] = None,
-    train: Annotated[
-        str | None, typer.Option(help="Train this network from SRC, beside the same on data in memory, instead.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="With --train: how long it is fed.")] = 60.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
-) -> None:
-    """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
-    if train:
-        from lockstep.bench import feed as fed
-        from lockstep.bench.input import open_photos
-
-        wanted = fed.Wanted(train, batch, image_size, seconds, threads)
-        console = Console()
-        fed.run(open_photos(path, console), wanted, console, json_file)
-        return
-    from lockstep.bench.input import run_parent
-
-    run_parent(
-        path=path,
-        image_size=image_size,
-        batch=batch,
-        threads=threads,
-        rounds=rounds,
-        round_s=round_s,
-        feed=feed,
-        json_file=json_file,
-    )
-
-
-@bench.command("optimizer")
-def bench_optimizer(
-    model: Annotated[str, typer.Option(help="resnet50, alexnet, or both.")] = "both",
-    rounds: Annotated[int, typer.Option(min=2, help="Updates timed of each kind; the median counts.")] = 200,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Try our kernels under many tilings instead.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
-) -> None:
-    """Our fused updates beside PyTorch's optimisers, and beside the time their bytes take to move."""
-    from lockstep.bench.optimizer import parse_models, run_bench
-
-    run_bench(parse_models(model), rounds=rounds, sweep=sweep, json_file=json_file)
-
-
-@bench.command("kernels")
-def bench_kernels(
-    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet50",
-    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 256,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure the compiler's too.")] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
-) -> None:
-    """Our passes between convolutions beside the time their bytes take to move, and beside torch.compile's."""
-    from lockstep.bench.norm_passes import run_bench
-
-    run_bench(model, batch=batch, compiled=compiled, json_file=json_file)
-
-
-@bench.command("virtual")
-def bench_virtual(
-    nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,
-    gbit_per_s: Annotated[float | None, typer.Option(help="Limit of each node's link.")] = 1.0,
-    delay_ms: Annotated[float | None, typer.Option(help="Delay of each link, where the kernel has netem.")] = None,
-    slow: Annotated[list[str] | None, typer.Option(help="NODE=GBIT_PER_S, another limit for one node.")] = None,
-) -> None:
-    """Lay out a cluster of network namespaces on this machine and measure its links."""
-    from lockstep.bench.network import parse_slow, run_parent
-
-    run_parent(nodes=nodes, gbit_per_s=gbit_per_s, delay_ms=delay_ms, slow=parse_slow(slow or []))

@@ -1,24 +1,18 @@
-"""What a run is asked to do: one tree of frozen models, read from a recipe. Torch-free.
+"""What a run is asked to do: one tree of frozen models. Torch-free.
 
-Before this on the walk: a recipe's name or file on the command line. After it: `engine/build.py`, the only reader of
-the tree. Whether a tree is valid depends on its values alone, so the resolved `config.toml` of a run always replays.
+Before this on the walk: `recipes/read.py`, which fills the tree from a recipe. After it: `engine/build.py`, its only
+reader. Whether a tree is valid depends on its values alone, so the resolved `config.toml` of a run always replays.
 """
 
-import difflib
 import json
 import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, model_validator
-from pydantic_core import CoreSchema, ErrorDetails, core_schema
-
-from lockstep.errors import LockstepError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 
 @dataclass(frozen=True)
@@ -397,191 +391,11 @@ SECTIONS: dict[str, type[Section]] = {
 KEYS = ("description", *(f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields))
 
 
-class RecipeInfo(NamedTuple):
-    """One line of the list of packaged recipes."""
-
-    name: str
-    summary: str
-
-
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
-    """Read a packaged recipe, a TOML file or a run folder, with `section.key=value` overrides: (run name, tree)."""
-    name, where, text = _find(name_or_path)
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise LockstepError(f"{where} is not valid TOML: {error}.") from None
-    if overrides:
-        raw, where = apply_overrides(raw, overrides), f"{where} with --set"
-    try:
-        # Empty tables for the required sections: a missing key is then named itself, not only its section.
-        return name, RunConfig.model_validate({"optim": {}, "train": {}, **raw})
-    except ValidationError as error:
-        raise LockstepError(_sentence(error, where)) from None
-
-
-def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The recipe with `section.key=value` texts put in; values are TOML, and what is not TOML is a bare string."""
-    result = dict(raw)
-    for override in overrides:
-        key, equals, text = (part.strip() for part in override.partition("="))
-        if not equals:
-            raise LockstepError(f"--set {override} has no value; write --set {key}=VALUE.")
-        if key not in (*SECTIONS, *KEYS):
-            raise LockstepError(f"{_unknown(key)} (--set {override}).")
-        section, _, name = key.rpartition(".")
-        if not section:
-            result[name] = _toml_value(text)
-        elif isinstance(table := result.get(section, {}), dict):  # anything else is for validation to refuse
-            result[section] = {**table, name: _toml_value(text)}
-    return result
-
-
 def to_toml(config: RunConfig) -> str:
     """The whole tree, defaults included, as a recipe that loads to the same tree."""
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
-def list_recipes() -> list[RecipeInfo]:
-    """The packaged recipes by name, each with the first sentence of its opening comment."""
-    return [RecipeInfo(name, _first_sentence(recipe_text(name))) for name in _recipe_names()]
-
-
-def recipe_text(name: str) -> str:
-    """A packaged recipe, as written."""
-    if name not in _recipe_names():
-        raise LockstepError(_no_recipe(name))
-    return (resources.files("lockstep.recipes") / f"{name}.toml").read_text(encoding="utf-8")
-
-
-def copy_recipe(name: str, path: str | Path) -> None:
-    """Write a packaged recipe to a new file, to be edited there."""
-    text = recipe_text(name)
-    try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise LockstepError(f"{path} exists already; give another file name, or remove it first.") from None
-    except OSError as error:
-        raise LockstepError(f"Cannot write {path}: {error.strerror}.") from None
-
-
 def show(value: object) -> str:
     """A value as a recipe writes it."""
     return json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _recipe_names() -> list[str]:
-    files = resources.files("lockstep.recipes").iterdir()
-    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
-
-
-def _find(name_or_path: str) -> tuple[str, str, str]:
-    """(run name, what to call it in a sentence, text) of a recipe, a file or a run folder."""
-    if name_or_path in _recipe_names():
-        return name_or_path, f"recipe {name_or_path}", recipe_text(name_or_path)
-    path = Path(name_or_path)
-    if path.is_dir():
-        path = path / "config.toml"
-        if not path.exists():
-            raise LockstepError(f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise LockstepError(_no_recipe(name_or_path)) from None
-    except OSError as error:
-        raise LockstepError(f"Cannot read {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise LockstepError(f"{path} is not a text file in UTF-8; give a recipe in TOML.") from None
-    name = path.absolute().parent.name if path.name == "config.toml" else path.stem
-    return name, f"recipe {path}", text
-
-
-def _no_recipe(name: str) -> str:
-    """The sentence for a recipe that is neither packaged nor a file."""
-    if near := difflib.get_close_matches(name, _recipe_names(), n=2):
-        return f"There is no recipe and no file {name}; did you mean {' or '.join(near)}?"
-    return f"There is no recipe and no file {name}; the recipes are {', '.join(_recipe_names())}."
-
-
-def _first_sentence(text: str) -> str:
-    comment: list[str] = []
-    for line in text.splitlines():
-        if not line.startswith("# "):
-            break
-        comment.append(line.removeprefix("# "))
-    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _unknown(key: str) -> str:
-    """The opening of a sentence about a key that does not exist, with the nearest one that does."""
-    name = key.rpartition(".")[2]
-
-    def likeness(known: str) -> float:
-        known_name = known.rpartition(".")[2]
-        words, known_words = set(name.split("_")), set(known_name.split("_"))
-        shared = len(words & known_words) / len(words | known_words)
-        return _ratio(key, known) + _ratio(name, known_name) + shared
-
-    return f"There is no key {key}; the nearest is {max((*SECTIONS, *KEYS), key=likeness)}"
-
-
-def _ratio(a: str, b: str) -> float:
-    return difflib.SequenceMatcher(None, a, b).ratio()
-
-
-# How each kind of pydantic error completes "KEY = VALUE must be …".
-RULES = {
-    "float_type": "a number, such as {example}",
-    "finite_number": "a finite number, such as {example}",
-    "int_type": "a whole number, such as {example}",
-    "bool_type": "true or false",
-    "string_type": "text in quotes",
-    "tuple_type": "a list, such as {example}",
-    "too_long": "a list of {max_length} values, such as {example}",
-    "model_type": "a table of keys",
-    "literal_error": "{expected}",
-    "greater_than": "above {gt:g}, such as {example}",
-    "greater_than_equal": "at least {ge:g}, such as {example}",
-    "less_than": "below {lt:g}, such as {example}",
-    "less_than_equal": "at most {le:g}, such as {example}",
-    "value_error": "{error}",
-}
-
-
-def _sentence(invalid: ValidationError, where: str) -> str:
-    """One sentence on the first error; a misspelt key comes before whatever else it caused."""
-    errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
-    first = min(errors, key=lambda error: error["type"] != "extra_forbidden")
-    more = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
-    return f"{_problem(first)} ({where}{more})."
-
-
-def _problem(error: ErrorDetails) -> str:
-    """What one pydantic error means, in terms of the recipe."""
-    kind, location, context = error["type"], error["loc"], error.get("ctx", {})
-    if kind == "value_error" and len(location) < 2:  # a combination: its validator wrote the whole sentence
-        return str(context["error"])
-    names = [part for part in location if isinstance(part, str)]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
-    if kind == "extra_forbidden":
-        return _unknown(key)
-    example = _example(names)
-    if kind == "missing":
-        return f"{key} is missing; give a value such as {example}"
-    return f"{key} = {show(error['input'])} must be {RULES[kind].format(example=example, **context)}"
-
-
-def _example(names: list[str]) -> str:
-    """A right value for a key: its default, or the example of a key that must be given."""
-    tables: dict[str, type[Section]] = {**SECTIONS, ImageSize.section: ImageSize}
-    model = tables.get(".".join(names[:-1]), RunConfig)
-    field = model.model_fields[names[-1]]
-    return show(field.examples[0] if field.examples else field.default)

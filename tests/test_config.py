@@ -15,11 +15,10 @@ from lockstep.config import (
     SECTIONS,
     Duration,
     RunConfig,
-    apply_overrides,
-    load_recipe,
     to_toml,
 )
 from lockstep.errors import LockstepError
+from lockstep.recipes.read import apply_overrides, load_recipe
 
 SMALLEST = {"optim": {"lr": 0.1}, "train": {"global_batch": 8, "duration": "2ep"}}
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Duration, RunConfig, copy_recipe, list_recipes, load_recipe, recipe_text, to_toml
+from lockstep.config import Duration, RunConfig, to_toml
 from lockstep.errors import LockstepError
+from lockstep.recipes.read import copy_recipe, list_recipes, load_recipe, recipe_text
 
 NAMES = ["alexnet-64k", "quickstart", "resnet50-256", "resnet50-64k", "resnet50-8k"]
 

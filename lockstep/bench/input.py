@@ -21,6 +21,7 @@ from lockstep.bench.input_peers import Contestant, Setting, build_contestants
 from lockstep.bench.photos import build_photos
 from lockstep.comm.world import count_cores
 from lockstep.data.generated import default_cache
+from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import Source, scan_folder
 from lockstep.errors import LockstepError
 from lockstep.report.display import progress
@@ -50,10 +51,12 @@ class Row:
 
 
 def open_photos(path: Path | None, console: Console) -> Source:
-    """All images under a folder, or of its train/ where there is one; generated ones without a folder."""
+    """All images under a folder, or of its train/ or its packed shards where there are; generated ones without one."""
     if path is None:
         path = build_photos(default_cache(), NUM_PHOTOS, progress("Rendering photos", console))
     folder = path.expanduser().resolve()
+    if is_packed(folder):
+        return open_shards(folder)[0]
     if (folder / "train").is_dir():
         folder /= "train"
     if not folder.is_dir():

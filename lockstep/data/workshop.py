@@ -15,8 +15,8 @@ from lockstep.errors import LockstepError
 
 # The share of the free device memory that decoded images may take when they are told to stay there.
 ON_SHARE = 0.8
-# Python runs one thread at a time. A few that decode help nvJPEG; more hold up those that keep it and the step busy:
-# on an H200, beside nvJPEG's own, 4 gave 8,370 images/s, 8 gave 7,280 and 14 gave 4,490.
+# Python runs one thread at a time. A few that decode help nvJPEG; on an H200 more of them held up those that keep
+# nvJPEG and the step busy, and the whole was slower (`bench input --train --threads N`).
 THREADS_BESIDE_NVJPEG = 4
 
 DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]

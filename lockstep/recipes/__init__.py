@@ -1,1 +1,1 @@
-"""The packaged recipes: one TOML file each, read by `lockstep.config.load_recipe`."""
+"""The packaged recipes, one TOML file each, and how a recipe is read (`read.py`) or refused (`complaints.py`)."""

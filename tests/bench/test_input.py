@@ -11,6 +11,7 @@ from lockstep.bench import input as bench
 from lockstep.bench.input import Row, build_table, describe_feed, describe_ratios, measure_input, open_photos
 from lockstep.bench.input_peers import Setting
 from lockstep.bench.photos import build_photos
+from lockstep.data.pack import pack_folder
 from lockstep.errors import LockstepError
 from tests.engine import commands
 
@@ -42,8 +43,11 @@ def test_a_folder_of_photos_of_classes_and_of_splits_all_open(tmp_path: Path) ->
         (tmp_path / place).mkdir(parents=True)
         for file in photos.iterdir():
             (tmp_path / place / file.name).write_bytes(file.read_bytes())
-    counts = {name: open_photos(tmp_path / name, Console()).num_samples for name in ("flat", "classes", "splits")}
-    assert counts == {"flat": 2, "classes": 4, "splits": 2}
+    pack_folder(tmp_path / "splits", tmp_path / "packed")
+    names = ("flat", "classes", "splits", "packed")
+    opened = {name: open_photos(tmp_path / name, Console()) for name in names}
+    assert {name: source.num_samples for name, source in opened.items()} == dict(zip(names, (2, 4, 2, 2), strict=True))
+    assert opened["packed"].read(1) == opened["splits"].read(1)
 
 
 def test_what_is_no_folder_or_holds_no_photos_is_a_sentence(tmp_path: Path) -> None:

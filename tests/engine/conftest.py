@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import RunConfig, load_recipe
+from lockstep.config import RunConfig
 from lockstep.data.generated import build_generated
+from lockstep.recipes.read import load_recipe
 
 NUM_TRAIN, NUM_VAL = 130, 50
 

@@ -53,7 +53,7 @@ RESUME_LARGE = """
 import sys, time
 from pathlib import Path
 from lockstep.comm.world import join_world
-from lockstep.config import load_recipe
+from lockstep.recipes.read import load_recipe
 from lockstep.data.order import Cursor
 from lockstep.engine.build import build_train_pipeline, open_sources
 from tests.data.large_index import NUM_SAMPLES, resident_mb

@@ -1,0 +1,175 @@
+"""The bench commands. Each imports its benchmark only when it runs, so that --help and mistakes answer at once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
+
+
+@bench.command("step")
+def step_command(
+    against: Annotated[
+        Literal["ddp", "bare", "torchvision"],
+        typer.Option(
+            help="The peer: DDP, default and tuned; a bare loop on one rank; torchvision's network on one GPU."
+        ),
+    ] = "ddp",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Train this network: on one small image a rank, or on --batch images beside torchvision's."),
+    ] = None,
+    batches: Annotated[str, typer.Option("--batch", help="Batch sizes beside torchvision, with commas.")] = "256,512",
+    peers: Annotated[
+        str, typer.Option(help="Settings of torchvision's that take part, such as fp32,fp16-compiled; all if empty.")
+    ] = "",
+    gradient_mb: Annotated[
+        float | None,
+        typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
+    ] = None,
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
+    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
+) -> None:
+    """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
+    if against == "torchvision":
+        from lockstep.bench.one_gpu import parse_batches, run
+        from lockstep.bench.torchvision_peers import pick_peers
+
+        models = [model] if model else ["resnet50", "alexnet"]
+        run(
+            models=models,
+            batches=parse_batches(batches),
+            peers=pick_peers(peers),
+            rounds=min(rounds, 12),
+            json_file=json_file,
+        )
+        return
+    from lockstep.bench.step import run_parent
+
+    run_parent(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        against=against,
+        model=model,
+        gradient_mb=gradient_mb,
+        gbit_per_s=gbit_per_s,
+        rounds=rounds,
+        round_s=round_s,
+        json_file=json_file,
+        html_file=html_file,
+    )
+
+
+@bench.command("allreduce")
+def allreduce_command(
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 4,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 8,
+    sizes: Annotated[str, typer.Option(help="Message sizes, such as 1KiB,64KiB,4MiB; 1 KiB to 64 MiB if empty.")] = "",
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 24,
+    budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 300.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
+) -> None:
+    """Every all-reduce over message sizes beside PyTorch's own and beside the model's prediction."""
+    from lockstep.bench.allreduce import SIZES, parse_sizes, run_parent
+
+    run_parent(
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        sizes=parse_sizes(sizes) if sizes else SIZES,
+        gbit_per_s=gbit_per_s,
+        rounds=rounds,
+        budget_s=budget_s,
+        json_file=json_file,
+        html_file=html_file,
+    )
+
+
+@bench.command("input")
+def input_command(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A folder of photos, one with train/, or packed shards; generated if not given.", metavar="SRC"
+        ),
+    ] = None,
+    image_size: Annotated[int, typer.Option(min=1, help="Side of the squares the photos are cropped to.")] = 224,
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
+    threads: Annotated[int | None, typer.Option(min=1, help="Decode threads, and a peer's workers.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median counts.")] = 5,
+    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 3.0,
+    feed: Annotated[float | None, typer.Option(help="Training speed to feed, in images a second.")] = None,
+    train: Annotated[
+        str | None, typer.Option(help="Train this network from SRC, beside the same on data in memory, instead.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="With --train: how long it is fed.")] = 60.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
+    if train:
+        from lockstep.bench import feed as fed
+        from lockstep.bench.input import open_photos
+
+        wanted = fed.Wanted(train, batch, image_size, seconds, threads)
+        console = Console()
+        fed.run(open_photos(path, console), wanted, console, json_file)
+        return
+    from lockstep.bench.input import run_parent
+
+    run_parent(
+        path=path,
+        image_size=image_size,
+        batch=batch,
+        threads=threads,
+        rounds=rounds,
+        round_s=round_s,
+        feed=feed,
+        json_file=json_file,
+    )
+
+
+@bench.command("optimizer")
+def optimizer_command(
+    model: Annotated[str, typer.Option(help="resnet50, alexnet, or both.")] = "both",
+    rounds: Annotated[int, typer.Option(min=2, help="Updates timed of each kind; the median counts.")] = 200,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try our kernels under many tilings instead.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Our fused updates beside PyTorch's optimisers, and beside the time their bytes take to move."""
+    from lockstep.bench.optimizer import parse_models, run_bench
+
+    run_bench(parse_models(model), rounds=rounds, sweep=sweep, json_file=json_file)
+
+
+@bench.command("kernels")
+def kernels_command(
+    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet50",
+    batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 256,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Measure the compiler's too.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Our passes between convolutions beside the time their bytes take to move, and beside torch.compile's."""
+    from lockstep.bench.norm_passes import run_bench
+
+    run_bench(model, batch=batch, compiled=compiled, json_file=json_file)
+
+
+@bench.command("virtual")
+def virtual_command(
+    nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,
+    gbit_per_s: Annotated[float | None, typer.Option(help="Limit of each node's link.")] = 1.0,
+    delay_ms: Annotated[float | None, typer.Option(help="Delay of each link, where the kernel has netem.")] = None,
+    slow: Annotated[list[str] | None, typer.Option(help="NODE=GBIT_PER_S, another limit for one node.")] = None,
+) -> None:
+    """Lay out a cluster of network namespaces on this machine and measure its links."""
+    from lockstep.bench.network import parse_slow, run_parent
+
+    run_parent(nodes=nodes, gbit_per_s=gbit_per_s, delay_ms=delay_ms, slow=parse_slow(slow or []))

@@ -1,0 +1,127 @@
+"""A recipe's name, file or run folder → the configuration tree (step 0 on the walk). Torch-free."""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from lockstep.config import KEYS, SECTIONS, RunConfig
+from lockstep.errors import LockstepError
+from lockstep.recipes.complaints import describe_invalid, describe_unknown
+
+
+class RecipeInfo(NamedTuple):
+    """One line of the list of packaged recipes."""
+
+    name: str
+    summary: str
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
+    """Read a packaged recipe, a TOML file or a run folder, with `section.key=value` overrides: (run name, tree)."""
+    name, where, text = _find(name_or_path)
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise LockstepError(f"{where} is not valid TOML: {error}.") from None
+    if overrides:
+        raw, where = apply_overrides(raw, overrides), f"{where} with --set"
+    try:
+        # Empty tables for the required sections: a missing key is then named itself, not only its section.
+        return name, RunConfig.model_validate({"optim": {}, "train": {}, **raw})
+    except ValidationError as error:
+        raise LockstepError(describe_invalid(error, where)) from None
+
+
+def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """The recipe with `section.key=value` texts put in; values are TOML, and what is not TOML is a bare string."""
+    result = dict(raw)
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals:
+            raise LockstepError(f"--set {override} has no value; write --set {key}=VALUE.")
+        if key not in (*SECTIONS, *KEYS):
+            raise LockstepError(f"{describe_unknown(key)} (--set {override}).")
+        section, _, name = key.rpartition(".")
+        if not section:
+            result[name] = _toml_value(text)
+        elif isinstance(table := result.get(section, {}), dict):  # anything else is for validation to refuse
+            result[section] = {**table, name: _toml_value(text)}
+    return result
+
+
+def list_recipes() -> list[RecipeInfo]:
+    """The packaged recipes by name, each with the first sentence of its opening comment."""
+    return [RecipeInfo(name, _first_sentence(recipe_text(name))) for name in _recipe_names()]
+
+
+def recipe_text(name: str) -> str:
+    """A packaged recipe, as written."""
+    if name not in _recipe_names():
+        raise LockstepError(_no_recipe(name))
+    return (resources.files("lockstep.recipes") / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def copy_recipe(name: str, path: str | Path) -> None:
+    """Write a packaged recipe to a new file, to be edited there."""
+    text = recipe_text(name)
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise LockstepError(f"{path} exists already; give another file name, or remove it first.") from None
+    except OSError as error:
+        raise LockstepError(f"Cannot write {path}: {error.strerror}.") from None
+
+
+def _recipe_names() -> list[str]:
+    files = resources.files("lockstep.recipes").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def _find(name_or_path: str) -> tuple[str, str, str]:
+    """(run name, what to call it in a sentence, text) of a recipe, a file or a run folder."""
+    if name_or_path in _recipe_names():
+        return name_or_path, f"recipe {name_or_path}", recipe_text(name_or_path)
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.toml"
+        if not path.exists():
+            raise LockstepError(f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise LockstepError(_no_recipe(name_or_path)) from None
+    except OSError as error:
+        raise LockstepError(f"Cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LockstepError(f"{path} is not a text file in UTF-8; give a recipe in TOML.") from None
+    name = path.absolute().parent.name if path.name == "config.toml" else path.stem
+    return name, f"recipe {path}", text
+
+
+def _no_recipe(name: str) -> str:
+    """The sentence for a recipe that is neither packaged nor a file."""
+    if near := difflib.get_close_matches(name, _recipe_names(), n=2):
+        return f"There is no recipe and no file {name}; did you mean {' or '.join(near)}?"
+    return f"There is no recipe and no file {name}; the recipes are {', '.join(_recipe_names())}."
+
+
+def _first_sentence(text: str) -> str:
+    comment: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("# "):
+            break
+        comment.append(line.removeprefix("# "))
+    return " ".join(comment).partition(". ")[0].rstrip(".") + "."
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
