@@ -34,8 +34,8 @@ from lockstep.comm.world import Membership, World, join_world, read_membership
 from lockstep.errors import LockstepError
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
-ROUNDS = 24
-BUDGET_S = 300.0
+ROUNDS = 40
+BUDGET_S = 420.0
 TIMEOUT_S = 120.0  # a call that takes longer is not worth waiting for
 TORCH, FLAT = Choice("torch"), Choice("flat")
 # Anything else must beat PyTorch's own by this much to be chosen over it: less is noise, and noise is no reason.

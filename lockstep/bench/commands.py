@@ -73,8 +73,8 @@ def allreduce_command(
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 8,
     sizes: Annotated[str, typer.Option(help="Message sizes, such as 1KiB,64KiB,4MiB; 1 KiB to 64 MiB if empty.")] = "",
     gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 24,
-    budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 300.0,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each algorithm takes at each size.")] = 40,
+    budget_s: Annotated[float, typer.Option(help="About how long it may take, in seconds.")] = 420.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
 ) -> None:

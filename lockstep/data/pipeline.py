@@ -140,11 +140,11 @@ class TrainPipeline(Pipeline):
             self._planned, self._source.num_samples, self._global_batch, self._rank, self._world_size, self._seed
         )
 
+        # For the whole batch at once: block by block it would cost the decode threads several times as much of Python.
+        draws = draw_crops(self._seed, plan.epoch, plan.samples, self._crop_area, self._crop_ratio, self._flip)
+
         def place(rows: Rows, sides: Sides) -> tuple[Boxes, NDArray[np.bool_]]:
-            draws = draw_crops(
-                self._seed, plan.epoch, plan.samples[rows], self._crop_area, self._crop_ratio, self._flip
-            )
-            return random_crops(sides, draws.crops, self._crop_ratio), draws.flips
+            return random_crops(sides, draws.crops[rows], self._crop_ratio), draws.flips[rows]
 
         size = self.size_at(plan.epoch)
         request = Request(plan.samples, size, place, confined=True, replaces=True, least=size)

@@ -51,8 +51,15 @@ class ImageFolder:
 
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when the file cannot be read."""
-        with open(self._path(index), "rb", buffering=0) as file:
-            return file.read()
+        file = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)  # half of what a file object costs Python
+        try:
+            num_bytes = os.fstat(file).st_size
+            data = os.read(file, num_bytes)
+            while len(data) < num_bytes and (more := os.read(file, num_bytes - len(data))):
+                data += more
+            return data
+        finally:
+            os.close(file)
 
     def name(self, index: int) -> str:
         """The file's path, for messages."""
