@@ -131,18 +131,18 @@ class Lockstep:
         )
         network = build_network(self._case, world.device)
         parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
-        if parts.hybrid is None:
-            yield lambda: _run(train_step(parts, batch, LR))
-            return
-        if self._plan is None:
-            tuning = tune_parts(config, parts, world, [], again=True)
-            self._plan = tuning.plan if tuning else parts.reducer.plan
-        parts.hybrid.prepare(self._plan.choices)
-        parts.reducer.follow(self._plan)
         try:
+            if parts.hybrid is not None:
+                if self._plan is None:
+                    tuning = tune_parts(config, parts, world, [], again=True)
+                    self._plan = tuning.plan if tuning else parts.reducer.plan
+                parts.hybrid.prepare(self._plan.choices)
+                parts.reducer.follow(self._plan)
             yield lambda: _run(train_step(parts, batch, LR))
         finally:
-            parts.hybrid.close()
+            parts.reducer.close()
+            if parts.hybrid is not None:
+                parts.hybrid.close()
 
 
 def _run(_: object) -> None:

@@ -4,7 +4,6 @@ Everybody gets the same photos, as many threads or worker processes, and the sam
 turns, several rounds in one run, so that the machine's noise falls on all; what counts is the median.
 """
 
-import json
 import math
 import statistics
 import time
@@ -19,6 +18,7 @@ from rich.table import Table
 
 from lockstep.bench.input_peers import Contestant, Setting, build_contestants
 from lockstep.bench.photos import build_photos
+from lockstep.bench.results import check_files, write_rows
 from lockstep.comm.world import count_cores
 from lockstep.data.generated import default_cache
 from lockstep.data.shards import is_packed, open_shards
@@ -215,11 +215,7 @@ def run_parent(
     json_file: Path | None = None,
 ) -> None:
     """Measure on this machine, print the table and write the rows."""
-    if json_file is not None:
-        try:  # before minutes of measuring
-            json_file.write_text("[]\n")
-        except OSError as error:
-            raise LockstepError(f"{json_file} cannot be written ({error.strerror}); choose another --json.") from error
+    check_files(json_file, None)
     console = Console()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setting = Setting(open_photos(path, console), image_size, batch, threads or count_cores(), device)
@@ -228,4 +224,4 @@ def run_parent(
     for sentence in [*describe_ratios(rows), *([describe_feed(rows, feed)] if feed else [])]:
         console.print(sentence, highlight=False, soft_wrap=True)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        write_rows(json_file, [asdict(row) for row in rows])

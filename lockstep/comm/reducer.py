@@ -52,8 +52,15 @@ class Reducer:
         self._pending: list[Pending] = []
         self.ready_s = [0.0] * len(slots)  # when each gradient of the last step landed, after its backward began
         self.follow(plan)
-        for index, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._land, index))
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def close(self) -> None:
+        """Let go of the parameters: they hold the hooks and the hooks this, a ring that Python cannot clean up."""
+        for hook in self._hooks:
+            hook.remove()
 
     def follow(self, plan: ReductionPlan) -> None:
         """Use other buffers from the next step on."""

@@ -65,7 +65,8 @@ def spent_sentence(share_compute: float, share_comm: float, share_input: float) 
     if share_comm >= share_input:
         return f"{spent}; more samples per rank (a larger train.global_batch or fewer ranks) would lower communication."
     return (
-        f"{spent}; smaller images (`lockstep data pack --short-side`), more cores or faster storage would shorten it."
+        f"{spent}; more decode threads (data.decode_threads), smaller images (`lockstep data pack --short-side`) "
+        "or faster storage may shorten it."
     )
 
 

@@ -1,5 +1,8 @@
 """Each rank's summed gradients against those of one process that saw every rank's samples."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -127,6 +130,23 @@ def test_one_rank_needs_no_group(passes: int) -> None:
     named, _ = reduce_once(world_of_one(), [6], 1.0, True, passes)
     for name, gradient in expected(6).items():
         torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_closed_reducer_leaves_no_memory_behind() -> None:
+    model = nn.Linear(3, 2)
+    layout = plan_layout(describe_parameters(model))
+    build_weights(model, layout, "cpu")
+    gradients = allocate_gradients(layout.numel, torch.device("cpu"))
+    own = dict(model.named_parameters())
+    buffers = add_tail(layout, plan_buffers(layout.head, 1e9, 4))
+    plan = ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True)
+    reducer = Reducer([own[slot.name] for slot in layout.slots], gradients, mixed_views(*gradients, layout), plan)
+    model(torch.ones(1, 3)).sum().backward()
+    left = weakref.ref(reducer)
+    reducer.close()
+    del reducer, model, own
+    gc.collect()
+    assert left() is None
 
 
 def test_alone_on_a_cpu_gradients_stay_where_backward_left_them() -> None:

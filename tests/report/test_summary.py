@@ -103,7 +103,8 @@ def test_a_summary_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
         ),
         (
             (0.70, 0.05, 0.25),
-            "smaller images (`lockstep data pack --short-side`), more cores or faster storage would shorten it.",
+            "more decode threads (data.decode_threads), smaller images (`lockstep data pack --short-side`) or faster "
+            "storage may shorten it.",
         ),
         ((0.97, 0.02, 0.01), "the devices were kept busy."),
     ],
