@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from lockstep.errors import LockstepError
+
 bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
 
 
@@ -115,6 +117,8 @@ def input_command(
 ) -> None:
     """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
     if train:
+        if feed is not None:
+            raise LockstepError("--feed asks about a speed and --train measures one; give one of them.")
         from lockstep.bench import feed as fed
         from lockstep.bench.input import open_photos
 

@@ -136,11 +136,11 @@ def _configure(wanted: Wanted, world: World) -> RunConfig:
 
 
 def _run(step: Step, batches: Iterator[Batch], seconds: float, world: World) -> float:
-    """Images per second over at least so many seconds, from an idle device to an idle device."""
+    """Images per second over at least so many seconds and one step, from an idle device to an idle device."""
     on_gpu = world.device.type == "cuda"
     behind: deque[torch.cuda.Event] = deque()
     num_images, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
+    while not num_images or time.perf_counter() - start < seconds:
         batch = next(batches)
         step(batch, LR, False)
         num_images += len(batch.labels)

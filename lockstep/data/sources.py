@@ -51,7 +51,7 @@ class ImageFolder:
 
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when the file cannot be read."""
-        file = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)  # half of what a file object costs Python
+        file = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)  # a file object would cost Python more
         try:
             num_bytes = os.fstat(file).st_size
             data = os.read(file, num_bytes)

@@ -46,3 +46,17 @@ def test_the_command_says_what_share_is_left(tmp_path: Path) -> None:
     status, out, err = commands.finish(commands.start("bench", "input", str(photos), *options))
     assert status == 0, err
     assert "% of the" in out
+
+
+def test_no_time_at_all_is_still_one_step_each(tmp_path: Path) -> None:
+    source = open_photos(build_photos(tmp_path, 2), Console())
+    with join_world(None) as world:
+        memory, fed = measure_feed(source, Wanted("resnet18", 2, 32, seconds=0.0, threads=1), world)
+    assert memory.images_per_second > 0
+    assert fed.images_per_second > 0
+
+
+def test_a_speed_to_feed_and_a_network_to_train_are_not_both_taken() -> None:
+    status, _, err = commands.finish(commands.start("bench", "input", "--train=resnet18", "--feed=100"))
+    assert status != 0
+    assert "give one of them" in err

@@ -132,39 +132,39 @@ def test_one_rank_needs_no_group(passes: int) -> None:
         torch.testing.assert_close(named[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_a_closed_reducer_leaves_no_memory_behind() -> None:
-    model = nn.Linear(3, 2)
+def build_alone(model: nn.Module) -> tuple[Reducer, list[str]]:
+    """The reducer of a CPU alone in the world, and the names of its slots."""
     layout = plan_layout(describe_parameters(model))
     build_weights(model, layout, "cpu")
     gradients = allocate_gradients(layout.numel, torch.device("cpu"))
     own = dict(model.named_parameters())
-    buffers = add_tail(layout, plan_buffers(layout.head, 1e9, 4))
+    buffers = add_tail(layout, plan_buffers(layout.head, 1.0, 4))
     plan = ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True)
-    reducer = Reducer([own[slot.name] for slot in layout.slots], gradients, mixed_views(*gradients, layout), plan)
+    names = [slot.name for slot in layout.slots]
+    return Reducer([own[name] for name in names], gradients, mixed_views(*gradients, layout), plan), names
+
+
+def test_a_closed_reducer_leaves_no_memory_behind() -> None:
+    model = nn.Linear(3, 2)
+    reducer, _ = build_alone(model)
     model(torch.ones(1, 3)).sum().backward()
     left = weakref.ref(reducer)
     reducer.close()
-    del reducer, model, own
+    del reducer, model
     gc.collect()
     assert left() is None
 
 
 def test_alone_on_a_cpu_gradients_stay_where_backward_left_them() -> None:
     model = nn.Linear(3, 2)
-    layout = plan_layout(describe_parameters(model))
-    build_weights(model, layout, "cpu")
-    gradients = allocate_gradients(layout.numel, torch.device("cpu"))
-    own = dict(model.named_parameters())
-    parameters = [own[slot.name] for slot in layout.slots]
-    plan = ReductionPlan(add_tail(layout, plan_buffers(layout.head, 1.0, 4)), (FLAT,) * len(layout.slots), overlap=True)
-    reducer = Reducer(parameters, gradients, mixed_views(*gradients, layout), plan)
+    reducer, names = build_alone(model)
     for step in (1.0, 2.0):
         reducer.begin()
         reducer.arm()
-        (step * own["bias"].sum()).backward()  # the weights have no gradient
+        (step * model.bias.sum()).backward()  # the weights have no gradient
         reducer.finish()
-        found = dict(zip((slot.name for slot in layout.slots), reducer.gradients, strict=True))
-        assert found["bias"].data_ptr() == own["bias"].grad.data_ptr()  # type: ignore[union-attr]
+        found = dict(zip(names, reducer.gradients, strict=True))
+        assert found["bias"].data_ptr() == model.bias.grad.data_ptr()  # type: ignore[union-attr]
         assert found["bias"].tolist() == [step, step]
         assert found["weight"].tolist() == [0.0] * 6
 
