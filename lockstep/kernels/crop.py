@@ -93,7 +93,7 @@ def crop_resize(table: Tensor, out: Tensor, mean: tuple[float, ...], std: tuple[
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert table.shape == (count, COLUMNS)
     assert table.is_contiguous()
-    blocks = -(-3 * height * width // BLOCK)
+    blocks = -(-height * width // BLOCK)
     scale, shift = _affine(mean, std)
     if count:
         crop_kernel[(blocks * count,)](table, out, height, width, blocks, *scale, *shift, BLOCK=BLOCK)
