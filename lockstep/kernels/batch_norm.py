@@ -49,12 +49,19 @@ FINAL_ROWS, FINAL_CHANNELS = 1024, 8
 
 
 @triton.jit
+def load_pivot(pivot, c, inside):
+    """What a channel's values are summed around; nothing where that is not finite, or no step would be again."""
+    value = tl.load(pivot + c, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(tl.abs(value) < float("inf"), value, 0.0)
+
+
+@triton.jit
 def _stats_kernel(x, partial, num_rows, channels, rows_per_program, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
     """Partial sums of x − x₀ and of its square, x₀ being each channel's first value: no cancellation far from zero."""
     chunk = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
-    pivot = tl.load(x + c, mask=inside, other=0.0).to(tl.float32)
+    pivot = load_pivot(x, c, inside)
     start = chunk * rows_per_program
     stop = tl.minimum(start + rows_per_program, num_rows)
     first = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
@@ -92,16 +99,16 @@ def _add_partials(partial, c, inside, num_chunks, channels, ROWS: tl.constexpr, 
 
 @triton.jit
 def _finish_stats_kernel(
-    x, partial, gamma, beta, running_mean, running_var, count, moments,
+    pivot, partial, gamma, beta, running_mean, running_var, count, moments,
     num_chunks, num_rows, channels, epsilon, momentum,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Moments of the batch from the partial sums; the running statistics follow."""
+    """Moments of the batch from the partial sums around `pivot`; the running statistics follow."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
     first, second = _add_partials(partial, c, inside, num_chunks, channels, ROWS, BLOCK_C)
     offset = first / num_rows
-    mean = tl.load(x + c, mask=inside, other=0.0).to(tl.float32) + offset
+    mean = load_pivot(pivot, c, inside) + offset
     variance = tl.maximum(second / num_rows - offset * offset, 0.0)
     inverse = 1.0 / tl.sqrt(variance + epsilon)
     scale = tl.load(gamma + c, mask=inside, other=0.0) * inverse
@@ -282,19 +289,26 @@ def batch_moments(
     count: Tensor,
     epsilon: float,
     momentum: float,
+    partial: Tensor | None = None,
 ) -> Tensor:
-    """Rows of mean, 1/σ, scale γ/σ and shift β − mean·γ/σ of a batch (4 × C, FP32); running statistics follow."""
-    walk = plan_reduction(x, STATISTICS)
-    partial = torch.empty(walk.num_chunks, 2, walk.channels, dtype=torch.float32, device=x.device)
-    moments = torch.empty(4, walk.channels, dtype=torch.float32, device=x.device)
-    _stats_kernel[walk.num_chunks, walk.tiles[1]](
-        x, partial, walk.rows, walk.channels, walk.rows_per_chunk,
-        **walk.options,
-    )  # fmt: skip
-    _finish_stats_kernel[(triton.cdiv(walk.channels, FINAL_CHANNELS),)](
-        x, partial, gamma, beta, running_mean, running_var, count, moments,
-        walk.num_chunks, walk.rows, walk.channels, epsilon, momentum,
-        ROWS=min(FINAL_ROWS, triton.next_power_of_2(walk.num_chunks)), BLOCK_C=FINAL_CHANNELS, num_warps=8,
+    """Rows of mean, 1/σ, scale γ/σ and shift β − mean·γ/σ of a batch (4 × C, FP32); running statistics follow.
+
+    `partial` are sums around the running mean that somebody has made already.
+    """
+    channels = x.shape[1]
+    pivot = running_mean
+    if partial is None:
+        walk, pivot = plan_reduction(x, STATISTICS), x
+        partial = torch.empty(walk.num_chunks, 2, channels, dtype=torch.float32, device=x.device)
+        _stats_kernel[walk.num_chunks, walk.tiles[1]](
+            x, partial, walk.rows, channels, walk.rows_per_chunk,
+            **walk.options,
+        )  # fmt: skip
+    moments = torch.empty(4, channels, dtype=torch.float32, device=x.device)
+    _finish_stats_kernel[(triton.cdiv(channels, FINAL_CHANNELS),)](
+        pivot, partial, gamma, beta, running_mean, running_var, count, moments,
+        len(partial), x.numel() // channels, channels, epsilon, momentum,
+        ROWS=min(FINAL_ROWS, triton.next_power_of_2(len(partial))), BLOCK_C=FINAL_CHANNELS, num_warps=8,
     )  # fmt: skip
     return moments
 
@@ -341,17 +355,18 @@ def gradient_sums(
         MASK=0 if mask_from is None else 1 if mask_from is x else 2, MORE=more_dy is not None, WRITE=g is not None,
         **walk.options,
     )  # fmt: skip
-    return finish_sums(partial, moments, walk)
+    return finish_sums(partial, moments, walk.rows)
 
 
-def finish_sums(partial: Tensor, moments: Tensor, walk: Walk) -> Sums:
+def finish_sums(partial: Tensor, moments: Tensor, num_rows: int) -> Sums:
     """Add up what the programs of a reduction left."""
+    num_chunks, _, channels = partial.shape
     d_gamma, d_beta, line = (
-        torch.empty(rows, walk.channels, dtype=torch.float32, device=partial.device) for rows in (1, 1, 3)
+        torch.empty(rows, channels, dtype=torch.float32, device=partial.device) for rows in (1, 1, 3)
     )
-    _finish_sums_kernel[(triton.cdiv(walk.channels, FINAL_CHANNELS),)](
-        partial, moments, d_gamma, d_beta, line, walk.num_chunks, walk.rows, walk.channels,
-        ROWS=min(FINAL_ROWS, triton.next_power_of_2(walk.num_chunks)), BLOCK_C=FINAL_CHANNELS, num_warps=8,
+    _finish_sums_kernel[(triton.cdiv(channels, FINAL_CHANNELS),)](
+        partial, moments, d_gamma, d_beta, line, num_chunks, num_rows, channels,
+        ROWS=min(FINAL_ROWS, triton.next_power_of_2(num_chunks)), BLOCK_C=FINAL_CHANNELS, num_warps=8,
     )  # fmt: skip
     return Sums(d_gamma[0], d_beta[0], line)
 

@@ -131,5 +131,5 @@ def pool_gradient(
         walk.rows, walk.channels, walk.rows_per_chunk, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
         PAD=padding, MORE=more_dy is not None, **walk.options,
     )  # fmt: skip
-    sums = finish_sums(partial, moments, walk)
+    sums = finish_sums(partial, moments, walk.rows)
     return input_gradient(g, x, moments, sums.line, masked=True), sums

@@ -4,16 +4,26 @@ The plain versions are PyTorch's own operations. The `fused` ones of `kernels/ba
 the same numbers in fewer passes over memory; they are for training on a GPU.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+if TYPE_CHECKING:  # Triton, which it needs, may not be there
+    from lockstep.kernels.batch_norm import Sums
+
 # The same values twice, for the next convolution and for the shortcut: their gradients come back apart, and the norm
 # behind adds them where it reads them anyway.
 Pair = tuple[Tensor, Tensor]
+
+
+class Summed(NamedTuple):
+    """A norm's input and, where whoever made it has them already, the partial sums of its statistics."""
+
+    values: Tensor
+    partial: Tensor | None = None
 
 
 class BatchNorm(nn.BatchNorm2d):
@@ -25,23 +35,25 @@ class BatchNorm(nn.BatchNorm2d):
         """norm(x) alone."""
         return nn.BatchNorm2d.forward(self, x)
 
-    def relu(self, x: Tensor) -> Tensor:
-        """relu(norm(x))."""
+    def relu(self, x: Tensor, partial: Tensor | None = None) -> Tensor:
+        """relu(norm(x)); `partial` as in `Summed`, for the fused kernels alone."""
         if not self._is_fused:
             return functional.relu_(self.plain(x))
-        y: Tensor = _NormRelu.apply(x, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        y: Tensor = _NormRelu.apply(x, partial, self, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return y
 
     def add_relu(self, x: Tensor, shortcut: Tensor, shortcut_norm: "BatchNorm | None" = None) -> Pair:
         """relu(norm(x) + shortcut), the shortcut through its own norm where it has one."""
         if self._is_fused:
-            extra = (shortcut_norm.weight, shortcut_norm.bias) if shortcut_norm else (None, None)
-            parameters = (self.weight, self.bias, *extra)
-            pair: Pair = _NormAddRelu.apply(x, shortcut, self, shortcut_norm, *parameters)  # type: ignore[no-untyped-call]
-            return pair
+            return self.join_relu(Summed(x), shortcut_norm, Summed(shortcut))
         shortcut = shortcut_norm(shortcut) if shortcut_norm else shortcut
         y = functional.relu_(self.plain(x).add_(shortcut))
         return y, y
+
+    def join_relu(self, x: Summed, shortcut_norm: "BatchNorm | None", shortcut: Summed) -> Pair:
+        """`add_relu` by the fused kernels."""
+        pair: Pair = _NormAddRelu.apply(*join_operands(self, x, shortcut_norm, shortcut))  # type: ignore[no-untyped-call]
+        return pair
 
     def relu_pool(self, x: Tensor, padding: int = 1) -> Pair:
         """The largest of relu(norm(x)) over 3 × 3 pixels, at stride 2."""
@@ -55,12 +67,12 @@ class BatchNorm(nn.BatchNorm2d):
     def _is_fused(self) -> bool:
         return self.fused and self.training
 
-    def moments(self, x: Tensor) -> Tensor:
+    def moments(self, x: Tensor, partial: Tensor | None = None) -> Tensor:
         """Mean, 1/σ, scale and shift of this batch; the running statistics follow."""
         from lockstep.kernels.batch_norm import batch_moments
 
         statistics = (self.running_mean, self.running_var, self.num_batches_tracked)
-        return batch_moments(x, self.weight, self.bias, *statistics, self.eps, self.momentum)  # type: ignore[arg-type]
+        return batch_moments(x, self.weight, self.bias, *statistics, self.eps, self.momentum, partial)  # type: ignore[arg-type]
 
 
 class BatchNormRelu(BatchNorm):
@@ -77,17 +89,18 @@ class BatchNormReluPool(BatchNorm):
         return self.relu_pool(x, padding=0)[0]
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
+    """In channels-last memory."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
 class _NormRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: BatchNorm, gamma: Tensor, beta: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, partial: Tensor | None, norm: BatchNorm, gamma: Tensor, beta: Tensor) -> Tensor:
         from lockstep.kernels.batch_norm import normalize_add
 
-        x = _dense(x)
-        moments = norm.moments(x)
+        x = dense(x)
+        moments = norm.moments(x, partial)
         ctx.save_for_backward(x, moments)
         return normalize_add(x, moments)
 
@@ -97,43 +110,69 @@ class _NormRelu(torch.autograd.Function):
         from lockstep.kernels.batch_norm import gradient_sums, input_gradient
 
         x, moments = ctx.saved_tensors
-        dy = _dense(dy)
+        dy = dense(dy)
         sums = gradient_sums(dy, None, x, moments, mask_from=x)
         dx = input_gradient(dy, x, moments, sums.line, masked=False)
-        return dx, None, sums.d_gamma, sums.d_beta
+        return dx, None, None, sums.d_gamma, sums.d_beta
+
+
+def join_operands(norm: BatchNorm, x: Summed, shortcut_norm: BatchNorm | None, shortcut: Summed) -> tuple[Any, ...]:
+    """What an autograd function around `join` takes; `part_gradients` gives as many gradients."""
+    extra = (shortcut_norm.weight, shortcut_norm.bias) if shortcut_norm else (None, None)
+    return norm, shortcut_norm, *x, *shortcut, norm.weight, norm.bias, *extra
+
+
+def join(
+    norm: BatchNorm,
+    shortcut_norm: BatchNorm | None,
+    x: Tensor,
+    partial: Tensor | None,
+    shortcut: Tensor,
+    shortcut_partial: Tensor | None,
+    *parameters: Tensor,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """y = relu(norm(x) + shortcut), and what `part_gradients` needs."""
+    from lockstep.kernels.batch_norm import normalize_add
+
+    x, shortcut = dense(x), dense(shortcut)
+    moments = norm.moments(x, partial)
+    shortcut_moments = shortcut_norm.moments(shortcut, shortcut_partial) if shortcut_norm else None
+    y = normalize_add(x, moments, shortcut, shortcut_moments)
+    return y, (x, y, moments, *((shortcut, shortcut_moments) if shortcut_moments is not None else ()))
+
+
+def part_gradients(saved: tuple[Tensor, ...], g: Tensor, sums: "Sums") -> tuple[Tensor | None, ...]:
+    """The gradients of `join_operands` from that of the sum, g, which is the shortcut's own where it has no norm."""
+    from lockstep.kernels.batch_norm import gradient_sums, input_gradient
+
+    x, _, moments, *of_shortcut = saved
+    dx = input_gradient(g, x, moments, sums.line, masked=True)
+    if not of_shortcut:
+        return None, None, dx, None, g, None, sums.d_gamma, sums.d_beta, None, None
+    shortcut, shortcut_moments = of_shortcut
+    more = gradient_sums(g, None, shortcut, shortcut_moments, mask_from=None)
+    d_shortcut = input_gradient(g, shortcut, shortcut_moments, more.line, masked=True)
+    return None, None, dx, None, d_shortcut, None, sums.d_gamma, sums.d_beta, more.d_gamma, more.d_beta
 
 
 class _NormAddRelu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shortcut: Tensor, norm: BatchNorm, shortcut_norm: BatchNorm | None, *parameters: Tensor
-    ) -> Pair:
-        from lockstep.kernels.batch_norm import normalize_add
-
-        x, shortcut = _dense(x), _dense(shortcut)
-        moments = norm.moments(x)
-        shortcut_moments = shortcut_norm.moments(shortcut) if shortcut_norm else None
-        y = normalize_add(x, moments, shortcut, shortcut_moments)
-        ctx.save_for_backward(x, y, moments, *((shortcut, shortcut_moments) if shortcut_norm else ()))
+    def forward(ctx: Any, *operands: Any) -> Pair:
+        y, saved = join(*operands)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return y, y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, more_dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from lockstep.kernels.batch_norm import gradient_sums, input_gradient
+        from lockstep.kernels.batch_norm import gradient_sums
 
-        x, y, moments, *of_shortcut = ctx.saved_tensors
+        x, y, moments, *_ = ctx.saved_tensors
         dy, more_dy = _two_gradients(dy, more_dy)
         g = torch.empty_like(x)
         sums = gradient_sums(dy, more_dy, x, moments, mask_from=y, g=g)
-        dx = input_gradient(g, x, moments, sums.line, masked=True)
-        if not of_shortcut:
-            return dx, g, None, None, sums.d_gamma, sums.d_beta, None, None
-        shortcut, shortcut_moments = of_shortcut
-        more = gradient_sums(g, None, shortcut, shortcut_moments, mask_from=None)
-        d_shortcut = input_gradient(g, shortcut, shortcut_moments, more.line, masked=True)
-        return dx, d_shortcut, None, None, sums.d_gamma, sums.d_beta, more.d_gamma, more.d_beta
+        return part_gradients(ctx.saved_tensors, g, sums)
 
 
 class _NormReluPool(torch.autograd.Function):
@@ -141,7 +180,7 @@ class _NormReluPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: BatchNorm, padding: int, gamma: Tensor, beta: Tensor) -> Pair:
         from lockstep.kernels.pool import normalize_pool
 
-        x = _dense(x)
+        x = dense(x)
         moments = norm.moments(x)
         y, winner = normalize_pool(x, moments, padding)
         ctx.padding = padding
@@ -161,5 +200,5 @@ class _NormReluPool(torch.autograd.Function):
 
 def _two_gradients(dy: Tensor | None, more_dy: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both ways back, dense; either may be unused."""
-    first, *others = [_dense(part) for part in (dy, more_dy) if part is not None]
+    first, *others = [dense(part) for part in (dy, more_dy) if part is not None]
     return first, others[0] if others else None

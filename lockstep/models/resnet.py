@@ -3,28 +3,19 @@
 Parameter names, shapes and order are torchvision's, so that weights move both ways.
 """
 
+from itertools import pairwise
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.models.norm import BatchNorm, Pair
+from lockstep.models.chain import Pointwise, convolve, join_convolve
+from lockstep.models.norm import BatchNorm, Pair, Summed
 
 StemName = Literal["imagenet", "cifar"]
 
 # Pixels of the image to one pixel of the last stage.
 STRIDE: dict[StemName, int] = {"imagenet": 32, "cifar": 8}
-
-
-class Pointwise(nn.Conv2d):
-    """A 1×1 convolution: over channels-last pixels a plain matrix product, which cuBLAS does faster than cuDNN."""
-
-    fused = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.fused:
-            return super().forward(x)
-        return functional.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1)).permute(0, 3, 1, 2)
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -53,9 +44,15 @@ def _project(downsample: nn.Sequential | None, x: Tensor) -> tuple[Tensor, Batch
     """The shortcut before its norm, and that norm; x itself where there is no projection."""
     if downsample is None:
         return x, None
-    convolution, norm = downsample
-    assert isinstance(norm, BatchNorm)
+    convolution, norm = _take_apart(downsample)
     return convolution(x), norm
+
+
+def _take_apart(downsample: nn.Sequential) -> tuple[nn.Conv2d, BatchNorm]:
+    convolution, norm = downsample
+    assert isinstance(convolution, nn.Conv2d)
+    assert isinstance(norm, BatchNorm)
+    return convolution, norm
 
 
 class BasicBlock(nn.Module):
@@ -107,6 +104,29 @@ class Bottleneck(nn.Module):
         x = self.bn2.relu(self.conv2(x))
         return self.bn3.add_relu(self.conv3(x), *_project(self.downsample, shortcut))
 
+    def chain(self, z: Summed, shortcut: Tensor, following: "Bottleneck | None") -> tuple[Summed, Tensor]:
+        """`forward` from behind the first convolution to behind that of the block that follows, fused across both."""
+        x = self.bn2.relu(self.conv2(self.bn1.relu(*z)))
+        out = convolve(self.conv3, x, self.bn3)
+        way, norm = Summed(shortcut), None
+        if self.downsample is not None:
+            convolution, norm = _take_apart(self.downsample)
+            way = convolve(convolution, shortcut, norm)
+        if following is not None:
+            return join_convolve(self.bn3, out, norm, way, following.conv1, following.bn1)
+        _, y = self.bn3.join_relu(out, norm, way)
+        return Summed(y), y
+
+
+def run_chain(blocks: list[Bottleneck], pair: Pair) -> Tensor:
+    """All blocks of a network in turn, as `Bottleneck.chain`."""
+    x, shortcut = pair
+    z = convolve(blocks[0].conv1, x, blocks[0].bn1)
+    for block, following in pairwise([*blocks, None]):
+        assert block is not None
+        z, shortcut = block.chain(z, shortcut, following)
+    return shortcut
+
 
 Block = type[BasicBlock] | type[Bottleneck]
 
@@ -156,9 +176,19 @@ class ResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.conv1(images)
         pair = self.bn1.relu_pool(x) if self.pools else (y := self.bn1.relu(x), y)
-        x, _ = self.layer4(self.layer3(self.layer2(self.layer1(pair))))
-        logits: Tensor = self.fc(self.avgpool(x).flatten(1))
+        x = self._run_blocks(pair)
+        # The mean over pixels; taken over rows of channels, its gradient comes back dense.
+        mean = x.permute(0, 2, 3, 1).flatten(1, 2).mean(1) if self.fused else self.avgpool(x).flatten(1)
+        logits: Tensor = self.fc(mean)
         return logits
+
+    def _run_blocks(self, pair: Pair) -> Tensor:
+        stages = (self.layer1, self.layer2, self.layer3, self.layer4)
+        if self.fused and self.training and isinstance(self.layer1[0], Bottleneck):
+            return run_chain([block for stage in stages for block in stage], pair)  # type: ignore[misc]
+        for stage in stages:
+            pair = stage(pair)
+        return pair[0]
 
 
 def _stage(block: Block, num_blocks: int, in_channels: int, channels: int, stride: int) -> nn.Sequential:

@@ -1,0 +1,139 @@
+"""1×1 convolutions that do a norm's sums on the way, against plain arithmetic in FP64, under Triton's interpreter."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.models import set_fused
+from lockstep.models.norm import BatchNorm
+from lockstep.models.resnet import Bottleneck, run_chain
+
+pytest.importorskip("triton")
+
+from lockstep.kernels.batch_norm import batch_moments
+from lockstep.kernels.pointwise import product_stats, product_sums, suits
+
+HALVES = [torch.float16, torch.bfloat16]
+# Images, height, width, inner and outer channels: tiles that end with the rows and tiles that do not.
+SHAPES = [(2, 8, 8, 64, 64), (3, 5, 7, 64, 128), (1, 1, 3, 128, 192), (2, 9, 5, 256, 64)]
+
+
+def random_images(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def check_statistics(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    count, height, width, inner, outer = shape
+    x = random_images((count, inner, height, width), 0, dtype, device)
+    weight = random_images((outer, inner, 1, 1), 1, dtype, device) / inner**0.5
+    norm = BatchNorm(outer).to(device)
+    assert norm.running_mean is not None
+    norm.running_mean.normal_(generator=torch.Generator(device).manual_seed(2))
+    z, partial = product_stats(x, weight, norm.running_mean)
+    exact = nn.functional.conv2d(x.double(), weight.double())
+    assert z.is_contiguous(memory_format=torch.channels_last)
+    assert (z - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+    expected = BatchNorm(outer).to(device)
+    expected.load_state_dict(norm.state_dict())
+    expected.double()(z.double())  # the statistics are those of the values as they are stored
+    moments = norm.moments(z, partial)
+    values = z.double().permute(1, 0, 2, 3).flatten(1)
+    torch.testing.assert_close(moments[0].double(), values.mean(1), rtol=1e-4, atol=1e-5)
+    inverse = (values.var(1, correction=0) + norm.eps).rsqrt()
+    torch.testing.assert_close(moments[1].double(), inverse, rtol=1e-4, atol=1e-5)
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(norm.get_buffer(name).double(), buffer.double(), rtol=1e-4, atol=1e-5)
+
+
+def check_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
+    count, height, width, inner, outer = shape
+    dz = random_images((count, inner, height, width), 0, dtype, device)
+    more_dy, x, y = (random_images((count, outer, height, width), seed, dtype, device) for seed in (1, 2, 3))
+    weight = random_images((inner, outer, 1, 1), 4, dtype, device) / inner**0.5
+    moments = torch.randn(4, outer, generator=torch.Generator().manual_seed(5)).to(device)
+    g = torch.empty_like(x)
+    sums = product_sums(dz, weight, more_dy, x, y, moments, g)
+    product = torch.einsum("nkhw,kc->nchw", dz.double(), weight.double().flatten(1))
+    exact = torch.where(y > 0, product + more_dy.double(), 0.0)
+    assert (g - exact).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+    mean, inverse = moments[0].double()[:, None, None], moments[1].double()
+    size = exact.abs().sum((0, 2, 3)).max()
+    assert (sums.d_beta - exact.sum((0, 2, 3))).abs().max() < 1e-5 * size
+    expected = (exact * (x.double() - mean)).sum((0, 2, 3)) * inverse
+    assert (sums.d_gamma - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+# The interpreter's products know no bfloat16; on a GPU both are tested.
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_product_comes_with_its_statistics(shape: tuple[int, ...]) -> None:
+    check_statistics(shape, torch.float16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_gradient_comes_with_its_sums(shape: tuple[int, ...]) -> None:
+    check_gradients(shape, torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # the running statistics stay lost
+@pytest.mark.parametrize("lost", [float("inf"), float("-inf"), float("nan")])
+def test_a_running_mean_that_is_lost_does_not_take_the_batch_along(lost: float) -> None:
+    x = random_images((2, 64, 4, 4), 0, torch.float16)
+    weight = random_images((64, 64, 1, 1), 1, torch.float16) / 8
+    mean, var, count = torch.full((64,), lost), torch.ones(64), torch.tensor(0)
+    z, partial = product_stats(x, weight, mean)
+    moments = batch_moments(z, torch.ones(64), torch.zeros(64), mean, var, count, 1e-5, 0.1, partial)
+    torch.testing.assert_close(moments[0], z.float().mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+    assert moments.isfinite().all()
+
+
+def test_only_small_matrices_of_half_numbers_are_for_these_kernels() -> None:
+    assert suits(torch.float16, 64, 256)
+    assert suits(torch.bfloat16, 256, 128)
+    assert not suits(torch.float32, 64, 256)  # tensor cores would round what they read
+    assert not suits(torch.float16, 256, 1024)
+    assert not suits(torch.float16, 512, 64)
+    assert not suits(torch.float16, 96, 64)
+    assert not suits(torch.float16, 64, 96)
+
+
+def check_chain(device: str, size: int) -> None:
+    """Gradients of three blocks in FP16 are as near to those in FP32 as those of PyTorch's own operations in FP16."""
+    torch.manual_seed(0)
+    exact = nn.Sequential(Bottleneck(64, 64, 1), Bottleneck(256, 64, 1), Bottleneck(256, 128, 2)).to(device)
+    x = random_images((4, 64, size, size), 0, torch.float32, device).relu()
+    dy = random_images((4, 512, size // 2, size // 2), 1, torch.float32, device)
+    seen = []
+    for half, fused in ((False, False), (True, False), (True, True)):
+        blocks = copy.deepcopy(exact).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for module in blocks.modules():
+            if half and isinstance(module, nn.Conv2d):
+                module.half()
+        set_fused(blocks, fused)
+        start = (x.half() if half else x.clone()).requires_grad_()
+        y = run_chain(list(blocks), (start, start)) if fused else blocks((start, start))[0]
+        y.backward(dy.to(y.dtype))
+        gradients = [start.grad, *(parameter.grad for parameter in blocks.parameters())]
+        seen.append([y.detach().double(), *(gradient.double() for gradient in gradients if gradient is not None)])
+    assert len(seen[2]) == len(seen[1]) == len(list(exact.parameters())) + 2
+    for truth, plain, ours in zip(*seen, strict=True):
+        assert (ours - truth).norm() < 1.5 * (plain - truth).norm() + 1e-3 * truth.norm()
+
+
+def test_a_chain_of_blocks_trains_alike() -> None:
+    check_chain("cpu", 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [*SHAPES, (16, 56, 56, 64, 256), (16, 28, 28, 128, 512), (16, 56, 56, 256, 128)])
+def test_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_statistics(shape, dtype, "cuda")
+    check_gradients(shape, dtype, "cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_chain_of_blocks_trains_alike() -> None:
+    check_chain("cuda", 56)
