@@ -7,7 +7,7 @@ import torch
 from lockstep.data.block import Request, Rows
 from lockstep.data.device_batch import DeviceBatch, DevicePath
 from lockstep.data.host_batch import HostPath
-from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg
+from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg, open_engine
 from lockstep.data.prefetch import Making, Pending, Prefetcher
 from lockstep.data.reader import SampleReader
 from lockstep.data.resident import Resident, estimate_bytes, free_device_bytes
@@ -58,7 +58,8 @@ class Workshop:
         self._decoder = choose_decoder(decoder, device)
         self._path: DevicePath | HostPath
         if device.type == "cuda" if on_device is None else on_device:
-            nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
+            engine = open_engine(device) if self._decoder in ("nvjpeg", "both") else None
+            nvjpeg = Nvjpeg(engine) if engine else None
             kept = build_resident(resident, reader, device, share)
             self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg)
         else:
@@ -109,7 +110,8 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
         return "both" if is_possible else "cpu"
     if wanted != "cpu" and not is_possible:
         raise LockstepError(
-            f'data.decoder = "{wanted}" needs a CUDA device and torchvision; install torchvision or set it to "cpu".'
+            f'data.decoder = "{wanted}" needs a CUDA device and nvJPEG; install torchvision, which brings it, or set it '
+            'to "cpu".'
         )
     return wanted
 
