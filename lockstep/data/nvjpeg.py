@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.augment import Sides
-from lockstep.data.decode import Encoded, is_progressive
+from lockstep.data.decode import Encoded, Frame, read_frame
 from lockstep.data.nvjpeg_hardware import HardwareDecoder
 from lockstep.data.reader import Loaded
 from lockstep.kernels.crop import interleaved, planar
@@ -38,9 +38,10 @@ class Engine(Protocol):
     """Something that decodes many JPEGs on a GPU."""
 
     def decode(self, encoded: Sequence[Encoded], sides: Sides, reader: torch.cuda.Stream | None) -> Decoded | None:
-        """The images, of these sides, for use on stream `reader`; None when one of them is refused or is another size.
+        """The images, of these sides, for use on stream `reader`; None when one of them is refused.
 
-        It may write whenever it likes, so memory once handed out must stay until the device has read it.
+        Their frame headers say the same sides. An engine may write whenever it likes, so memory once handed out must
+        stay until the device has read it.
         """
 
 
@@ -122,8 +123,9 @@ class Nvjpeg:
     @staticmethod
     def can_decode(image: Loaded) -> bool:
         """Whether this is plain work: one scan in colour that ends where it should; libjpeg-turbo judges the others."""
-        data = image.data
-        return image.header.colors == "YCbCr" and bytes(data[-2:]) == b"\xff\xd9" and not is_progressive(data)
+        data, header = image.data, image.header
+        is_whole = header.colors == "YCbCr" and bytes(data[-2:]) == b"\xff\xd9"
+        return is_whole and read_frame(data) == Frame(False, header.height, header.width)
 
     def decode(self, images: list[Loaded], sides: Sides, reader: torch.cuda.Stream | None) -> Decoded | None:
         """As `Engine`."""

@@ -110,8 +110,8 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
         return "both" if is_possible else "cpu"
     if wanted != "cpu" and not is_possible:
         raise LockstepError(
-            f'data.decoder = "{wanted}" needs a CUDA device and nvJPEG; install torchvision, which brings it, or set it '
-            'to "cpu".'
+            f'data.decoder = "{wanted}" needs a CUDA device and nvJPEG; install torchvision, which brings it, '
+            'or set it to "cpu".'
         )
     return wanted
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from lockstep.kernels.batch_norm import Sums, finish_sums, load_pivot
 
 # Measured on an H200 over the shapes of a ResNet-50 at batch 256, the quickest of 20 to 40. Larger matrices keep the
-# tensor cores busy, and cuBLAS does them better than the passes that would be saved.
+# tensor cores busy, and cuBLAS with a pass behind it does them sooner; backward there is more to spare.
 BLOCK_M = 64
-MAX_MATRIX = 1 << 16
+INNERS = (64, 128, 256)
+MAX_STATS_MATRIX, MAX_SUMS_MATRIX = 1 << 16, 1 << 18
 INNER_WITH_SPARE_MEMORY = 128  # up to this, two programs of a multiprocessor can both load ahead
 PROCESSORS = 132
 
@@ -86,10 +87,18 @@ def _product_sums_kernel(
     tl.store(out + channels, tl.sum(second, 0))
 
 
-def suits(dtype: torch.dtype, inner: int, channels: int) -> bool:
-    """Whether a product of this inner dimension and so many columns is for these kernels."""
-    is_whole = inner in (64, 128, 256) and channels % 64 == 0
-    return is_whole and inner * channels <= MAX_MATRIX and dtype in (torch.float16, torch.bfloat16)
+def suits_stats(dtype: torch.dtype, inner: int, channels: int) -> bool:
+    """Whether a product of this inner dimension and so many columns is for `product_stats`."""
+    return _can_do(dtype, inner, channels) and inner * channels <= MAX_STATS_MATRIX
+
+
+def suits_sums(dtype: torch.dtype, inner: int, channels: int) -> bool:
+    """Whether a product of this inner dimension and so many columns is for `product_sums`."""
+    return _can_do(dtype, inner, channels) and inner * channels <= MAX_SUMS_MATRIX
+
+
+def _can_do(dtype: torch.dtype, inner: int, channels: int) -> bool:
+    return dtype in (torch.float16, torch.bfloat16) and inner in INNERS and channels % 64 == 0
 
 
 def product_stats(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor]:

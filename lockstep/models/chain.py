@@ -47,10 +47,10 @@ def join_convolve(
 
 
 def _multiply(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
-    from lockstep.kernels.pointwise import product_stats, suits
+    from lockstep.kernels.pointwise import product_stats, suits_stats
 
     out_channels, in_channels = weight.shape[:2]
-    if suits(x.dtype, in_channels, out_channels):
+    if suits_stats(x.dtype, in_channels, out_channels):
         return product_stats(x, weight, pivot)
     return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1)).permute(0, 3, 1, 2), None
 
@@ -98,13 +98,13 @@ class _JoinProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor, _: None, more_dy: Tensor) -> tuple[Tensor | None, ...]:
         from lockstep.kernels.batch_norm import gradient_sums
-        from lockstep.kernels.pointwise import product_sums, suits
+        from lockstep.kernels.pointwise import product_sums, suits_sums
 
         weight, *saved = ctx.saved_tensors
         x, y, moments, *_ = saved
         dz, more_dy = dense(dz), dense(more_dy)
         g = torch.empty_like(x)
-        if suits(x.dtype, *weight.shape[:2]):
+        if suits_sums(x.dtype, *weight.shape[:2]):
             sums = product_sums(dz, weight, more_dy, x, y, moments, g)
         else:
             sums = gradient_sums(_input_gradient(dz, weight), more_dy, x, moments, mask_from=y, g=g)
