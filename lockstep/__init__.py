@@ -7,3 +7,7 @@ __version__ = "0.1.0"
 # CUDA reads this when it starts. By default it feeds a GPU through 8 queues that streams share, so that nvJPEG's work
 # may stand in line behind whole recorded steps; CUDA_DEVICE_MAX_CONNECTIONS=8 lockstep bench input --train shows it.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+# PyTorch reads this when it first allocates. A recorded step keeps its memory for good, and in pieces of fixed size a
+# ResNet-50's wastes a sixth of it. Whoever has settings of their own keeps them, under either name.
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

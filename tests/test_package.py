@@ -15,3 +15,19 @@ def test_cuda_gets_queues_enough_unless_the_user_says_how_many(given: str | None
     code = "import os, lockstep; print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
     said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert said.stdout.strip() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "None"),
+    ],
+)
+def test_memory_comes_in_pieces_that_grow_unless_the_user_has_settings(given: dict[str, str], expected: str) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environment = {key: value for key, value in os.environ.items() if key not in names} | given
+    code = "import os, lockstep; print(os.environ.get('PYTORCH_ALLOC_CONF'))"
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == expected

@@ -77,15 +77,15 @@ class Torchvision:
 
     def decode(self, encoded: Sequence[Encoded], sides: Sides, reader: torch.cuda.Stream | None) -> Decoded | None:
         """As `Engine`."""
-        data = [torch.frombuffer(item, dtype=torch.uint8) for item in encoded]
         try:
+            data = [torch.frombuffer(item, dtype=torch.uint8) for item in encoded]
             with self._decoding, torch.cuda.stream(self._stream):
                 planes: list[Tensor] = self._decode_jpeg(data, mode=self._mode, device=self._device)
                 if reader:
                     reader.wait_event(self._stream.record_event())
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # a damaged image somewhere among them; the decode threads find out which
+        except (RuntimeError, ValueError):  # a damaged image somewhere among them; the decode threads find out which
             return None
         if [tuple(plane.shape[1:]) for plane in planes] != list(map(tuple, sides.tolist())):
             return None

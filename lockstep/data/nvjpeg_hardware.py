@@ -21,6 +21,9 @@ from torch import Tensor
 from lockstep.data.augment import Sides
 
 HARDWARE_BACKEND, INTERLEAVED_RGB = 3, 5
+# Each image ends with a short kernel. Beside a training step it would stand behind a whole long one, and so would all
+# that follow it, were its stream not the first that a free multiprocessor turns to.
+HIGHEST_PRIORITY = -3
 # An `nvjpegImage_t` in 8-byte words: the addresses of four channels, then their rows' strides.
 IMAGE_WORDS, FIRST_STRIDE = 8, 4
 
@@ -69,7 +72,7 @@ class HardwareDecoder:
         return slab, starts
 
     def _open_desk(self) -> _Desk:
-        desk = _Desk(torch.cuda.Stream(self._device))
+        desk = _Desk(torch.cuda.Stream(self._device, priority=HIGHEST_PRIORITY))
         _check(self._library.nvjpegJpegStateCreate(self._handle, ctypes.byref(desk.state)))
         return desk
 
