@@ -79,33 +79,21 @@ def decode(data: Encoded, header: Header | None = None, factor: int = 1, buffer:
     return inside
 
 
-class Frame(NamedTuple):
-    """What a JPEG's frame header says."""
+def is_progressive(data: Encoded) -> bool:
+    """Whether a JPEG comes in several scans: read off its frame header, found by walking from segment to segment.
 
-    is_progressive: bool
-    height: int
-    width: int
-
-
-def read_frame(data: Encoded) -> Frame | None:
-    """A JPEG's frame header, found by walking from segment to segment; None where that cannot be walked."""
+    What cannot be walked is taken for progressive, which is the more careful guess.
+    """
     at = 2
-    while at + 9 <= len(data) and data[at] == 0xFF:
+    while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == 0xFF:  # a fill byte
             at += 1
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # these three are tables, not frames
-            sides = [256 * data[byte] + data[byte + 1] for byte in (at + 5, at + 7)]
-            return Frame(marker & 3 == 2, *sides)
+            return marker & 3 == 2
         else:
             at += 2 + 256 * data[at + 2] + data[at + 3]
-    return None
-
-
-def is_progressive(data: Encoded) -> bool:
-    """Whether a JPEG comes in several scans; taken for so where that cannot be found out, as the more careful guess."""
-    frame = read_frame(data)
-    return frame is None or frame.is_progressive
+    return True
 
 
 def _min_factor(height: int, width: int, factors: tuple[int, ...]) -> int:

@@ -16,7 +16,7 @@ from lockstep.data.block import Block, Request, Rows, decode_each, open_block
 from lockstep.data.nvjpeg import Nvjpeg
 from lockstep.data.reader import SampleReader
 from lockstep.data.resident import Resident
-from lockstep.kernels.crop import crop_resize, crop_resize_plain, crop_table, interleaved
+from lockstep.kernels.crop import crop_resize, crop_resize_plain, crop_table, interleaved, planar
 
 # Pinned memory that a thread fills before it sends it off: a block of photographs in one piece, of posters in several.
 MAX_SLAB_BYTES = 1 << 26
@@ -141,12 +141,15 @@ class DeviceBatch:
         # What libjpeg-turbo decodes at a reduced scale would take nvJPEG up to 64 times the memory.
         fit = np.array([nvjpeg.can_decode(image) for image in block.images], np.bool_) & (block.factors == 1)
         part = block.select(np.flatnonzero(fit))
-        found = nvjpeg.decode(part.images, part.sides, self._path.lane.stream) if part.images else None
-        if found is None:
+        planes = nvjpeg.decode([image.data for image in part.images], self._path.lane.stream)
+        if planes is None:
             return block.rows
-        self._place(part, found.addresses, found.strides, found.memory)
-        left: Rows = block.rows[~fit]
-        return left
+        addresses = np.array([plane.data_ptr() for plane in planes], np.int64)
+        sides = np.array([plane.shape[1:] for plane in planes], np.int64).reshape(-1, 2)
+        strides = planar(sides[:, 0], sides[:, 1])
+        as_expected = (sides == part.sides).all(axis=1)
+        self._place(part.select(np.flatnonzero(as_expected)), addresses[as_expected], strides[as_expected], planes)
+        return np.concatenate([block.rows[~fit], part.rows[~as_expected]])
 
     def _fill_known(self, rows: Rows) -> Rows:
         """Find rows' images among those on the device; returns the rows whose are not there."""

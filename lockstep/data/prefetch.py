@@ -1,7 +1,8 @@
 """Batches prepared ahead of the step (step 5 on the walk): tasks of a few rows, and the threads that work them off.
 
-Decode threads and, on a GPU, threads that hand blocks to nvJPEG take tasks from one queue, so that whoever is free
-does the next one: under load neither is enough alone.
+Decode threads and, on a GPU, threads that hand blocks to nvJPEG take tasks from one queue. The decode threads do what
+nvJPEG leaves over, and help it only where it falls behind: it may not be enough alone, but threads that decode hold up
+those that keep nvJPEG and the step busy.
 """
 
 import threading
@@ -128,23 +129,25 @@ class Prefetcher:
             parts.append(known)
         # A batch without rows counts as one row, so that somebody completes it.
         pending = Pending(making, len(request.samples) or 1)
-        for part in parts:
-            self._submit(Task(pending, part))
+        with self._lock:  # all at once, so that nvJPEG finds enough for a whole block
+            self._tasks.extend(Task(pending, part) for part in parts)
+        for _ in parts:
+            if self._host_decodes:
+                self._pool.submit(self._work)
+            if self._fill_by_nvjpeg:
+                self._nvjpeg_pool.submit(self._work_by_nvjpeg)
         return pending
 
-    def _submit(self, task: Task) -> None:
+    def _leave(self, pending: Pending, rows: Rows) -> None:
+        """Give the decode threads what nvJPEG has left over: it is wanted before what nobody has looked at."""
         with self._lock:
-            # What nvJPEG has left over is wanted before anything that nobody has looked at.
-            (self._tasks.appendleft if task.host_only else self._tasks.append)(task)
-        if self._host_decodes or task.host_only:
-            self._pool.submit(self._work)
-        if self._fill_by_nvjpeg and not task.host_only:
-            self._nvjpeg_pool.submit(self._work_by_nvjpeg)
+            self._tasks.appendleft(Task(pending, rows, host_only=True))
+        self._pool.submit(self._work)
 
     def _work(self) -> None:
-        """Do the next task, if there still is one, on a decode thread."""
+        """Do the next task, if there still is one for it, on a decode thread."""
         with self._lock:
-            if not self._tasks:
+            if not self._tasks or self._is_in_hand(self._tasks[0]):
                 return
             task = self._tasks.popleft()
 
@@ -155,6 +158,10 @@ class Prefetcher:
             return len(task.rows) or 1
 
         task.pending.run(fill)
+
+    def _is_in_hand(self, task: Task) -> bool:
+        """Whether nvJPEG keeps up and will do the first task in time: no batch but the last begun waits for it."""
+        return self._fill_by_nvjpeg is not None and not task.host_only and task.pending is self._tasks[-1].pending
 
     def _work_by_nvjpeg(self) -> None:
         """Hand the next tasks of one batch to nvJPEG; what it leaves becomes a task for the decode threads."""
@@ -167,7 +174,7 @@ class Prefetcher:
             assert self._fill_by_nvjpeg is not None
             left = self._fill_by_nvjpeg(pending.making, rows)
             for start in range(0, len(left), MAX_TASK_ROWS):
-                self._submit(Task(pending, left[start : start + MAX_TASK_ROWS], host_only=True))
+                self._leave(pending, left[start : start + MAX_TASK_ROWS])
             return (len(rows) or 1) - len(left)
 
         pending.run(fill)

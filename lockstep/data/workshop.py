@@ -1,5 +1,6 @@
 """Where batches are made: chooses path, decoders and what stays on the device, and starts the threads accordingly."""
 
+import sys
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from lockstep.data.block import Request, Rows
 from lockstep.data.device_batch import DeviceBatch, DevicePath
 from lockstep.data.host_batch import HostPath
-from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg, open_engine
+from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg
 from lockstep.data.prefetch import Making, Pending, Prefetcher
 from lockstep.data.reader import SampleReader
 from lockstep.data.resident import Resident, estimate_bytes, free_device_bytes
@@ -18,6 +19,9 @@ ON_SHARE = 0.8
 # Python runs one thread at a time. A few that decode help nvJPEG; on an H200 more of them held up those that keep
 # nvJPEG and the step busy, and the whole was slower (`bench input --train --threads N`).
 THREADS_BESIDE_NVJPEG = 4
+# A thread that comes back from nvJPEG waits for its turn among others that read files, which by default may keep it for
+# 5 ms each: as long as nvJPEG takes for a block.
+TURN_S = 0.0005
 
 DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]
 Residence = Literal["auto", "on", "off"]
@@ -58,8 +62,9 @@ class Workshop:
         self._decoder = choose_decoder(decoder, device)
         self._path: DevicePath | HostPath
         if device.type == "cuda" if on_device is None else on_device:
-            engine = open_engine(device) if self._decoder in ("nvjpeg", "both") else None
-            nvjpeg = Nvjpeg(engine) if engine else None
+            nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
+            if nvjpeg:
+                sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
             kept = build_resident(resident, reader, device, share)
             self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg)
         else:
@@ -110,8 +115,7 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
         return "both" if is_possible else "cpu"
     if wanted != "cpu" and not is_possible:
         raise LockstepError(
-            f'data.decoder = "{wanted}" needs a CUDA device and nvJPEG; install torchvision, which brings it, '
-            'or set it to "cpu".'
+            f'data.decoder = "{wanted}" needs a CUDA device and torchvision; install torchvision or set it to "cpu".'
         )
     return wanted
 

@@ -1,18 +1,17 @@
 """The device's path, run on the CPU's memory: the same batches as the host's path, whoever decodes."""
 
-from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep.data import device_batch, workshop
-from lockstep.data.augment import Sides
 from lockstep.data.decode import Encoded, decode
-from lockstep.data.nvjpeg import Decoded
+from lockstep.data.nvjpeg import Nvjpeg
 from lockstep.data.pipeline import Batch, TrainPipeline
-from lockstep.kernels.crop import crop_resize, planar
+from lockstep.kernels.crop import crop_resize
 from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
 from tests.data.test_pipeline import STD, eval_pipeline, take, train_pipeline
 
@@ -100,43 +99,46 @@ def test_a_batch_of_bad_samples_only_is_an_empty_one() -> None:
         assert [len(batch.labels) for batch in pipeline] == [0, 8]
 
 
-class CpuEngine:
+class CpuNvjpeg:
     """What nvJPEG does, on the CPU: planar images of plain JPEGs; it refuses some, as nvJPEG may."""
+
+    can_decode = staticmethod(Nvjpeg.can_decode)
 
     def __init__(self, refused: tuple[bytes, ...] = ()) -> None:
         self.refused = refused
         self.num_decoded = 0
 
-    def decode(self, encoded: Sequence[Encoded], sides: Sides, reader: object) -> Decoded | None:
+    def decode(self, encoded: list[Encoded], reader: object) -> list[Tensor] | None:
         if any(item in self.refused for item in encoded):
             return None
         self.num_decoded += len(encoded)
-        planes = [torch.from_numpy(decode(item)).permute(2, 0, 1).contiguous() for item in encoded]
-        assert [plane.shape[1:] for plane in planes] == list(map(tuple, sides.tolist()))
-        return Decoded(np.array([plane.data_ptr() for plane in planes]), planar(sides[:, 0], sides[:, 1]), planes)
+        return [torch.from_numpy(decode(item)).permute(2, 0, 1).contiguous() for item in encoded]
+
+    def hold(self, images: list[Tensor], until: object) -> None:
+        pass
 
 
 @pytest.mark.parametrize("decoder", ["nvjpeg", "both"])
 def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = odd_photos(64)
-    engine = CpuEngine(refused=(source.encoded[0],))
+    nvjpeg = CpuNvjpeg(refused=(source.encoded[0],))
     monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
-    monkeypatch.setattr(workshop, "open_engine", lambda device: engine)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
     options = {"bad_share": 0.2, "global_batch": 64}
     with on_device(source, decoder=decoder, **options) as pipeline:
         batches = list(islice(pipeline, 4))
         assert sorted(pipeline.bad) == BAD_AMONG_ODD
     assert_alike(batches, take(4, train_pipeline(source, **options)))
-    assert decoder == "both" or engine.num_decoded > 0
+    assert decoder == "both" or nvjpeg.num_decoded > 0
 
 
 def test_posters_are_left_to_the_decoder_that_reduces_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = CpuEngine()
+    nvjpeg = CpuNvjpeg()
     monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
-    monkeypatch.setattr(workshop, "open_engine", lambda device: engine)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
     options = {"image_size": 8, "global_batch": 8, "crop_area": (0.9, 1.0)}
     take(1, on_device(photos(8, low=100, high=200), decoder="nvjpeg", prefetch_batches=1, **options))
-    assert engine.num_decoded == 0
+    assert nvjpeg.num_decoded == 0
 
 
 @pytest.mark.gpu

@@ -103,6 +103,29 @@ def test_nvjpeg_and_the_threads_share_the_rows(host_decodes: bool) -> None:
     prefetcher.close()
 
 
+@pytest.mark.parametrize("num_batches", [1, 3])
+def test_threads_help_nvjpeg_only_where_a_later_batch_waits_too(num_batches: int) -> None:
+    gate = threading.Event()
+
+    def wait(making: Making, rows: Rows) -> Rows:
+        gate.wait(20)
+        return by_nvjpeg(making, rows)[:0]
+
+    prefetcher = Prefetcher(Recorder(), 2, wait)
+    pending = [prefetcher.start(request(320)) for _ in range(num_batches)]
+    # nvJPEG's two threads wait with a block each of the first batch; the decode threads do what they may meanwhile.
+    deadline = time.monotonic() + 20
+    while {task.pending for task in prefetcher._tasks} != {pending[-1]} and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert [len(batch.making.filled) for batch in pending] == {1: [0], 3: [320 - 2 * MAX_IMAGES, 320, 0]}[num_batches]
+    gate.set()
+    for batch in pending:
+        batch.wait()
+        assert batch.making.times_completed == 1
+    prefetcher.close()
+
+
 def test_leftovers_come_before_later_batches() -> None:
     gate = threading.Event()
     order: list[int] = []
