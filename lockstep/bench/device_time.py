@@ -1,8 +1,9 @@
 """Seconds that work takes on a device, by its own clock, and how fast the device copies: what floors are made of."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -11,6 +12,9 @@ import torch
 Call = Callable[[], object]
 Result = TypeVar("Result")
 COPY_BYTES = 1 << 30
+COLD_BYTES = 256 << 20  # of copies of one array; the largest L2 caches hold about 60 MB
+MIN_COPIES = 3
+ROUNDS = 20
 
 
 def measure_copy(device: torch.device) -> float:
@@ -65,3 +69,18 @@ def record(call: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUD
     with torch.cuda.graph(graph, pool=pool):
         results = call()
     return graph, results
+
+
+def count_copies(array_bytes: int) -> int:
+    """How many copies of an array are far beyond the cache together."""
+    return max(MIN_COPIES, math.ceil(COLD_BYTES / array_bytes))
+
+
+def measure_cold(launches: Sequence[Call]) -> float:
+    """Seconds of one launch, among the same on other copies; all results are kept, so that none is written twice."""
+    return measure_replay(capture(lambda: [launch() for launch in launches])) / len(launches)
+
+
+def measure_replay(replay: Call) -> float:
+    """Seconds of one replay, the median of several."""
+    return statistics.median(measure_calls(replay, torch.device("cuda"), ROUNDS))

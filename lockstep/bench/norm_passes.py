@@ -5,10 +5,8 @@ the other; the copies are far beyond the L2 cache together, so each finds its ar
 floor is what the bytes of the passes take at the speed of a measured copy.
 """
 
-import math
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lockstep.bench.device_time import capture, measure_calls, measure_copy, record, warm_up
+from lockstep.bench import products
+from lockstep.bench.device_time import count_copies, measure_cold, measure_copy, measure_replay, record, warm_up
 from lockstep.bench.norm_launches import Copy, build_copy, build_launches, build_norms, call_norm
 from lockstep.bench.norm_shapes import HALF_BYTES, Use, find_norms, list_passes
 from lockstep.bench.results import check_files, write_rows
 from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
 from lockstep.models import RESNET_DEPTHS
-
-COLD_BYTES = 256 << 20  # of copies of one array; the largest L2 caches hold about 60 MB
-MIN_COPIES = 3
-ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,8 @@ class Row:
 
 def run_bench(
     model: str, *, batch: int, compiled: bool = True, json_file: Path | None = None, console: Console | None = None
-) -> list[Row]:
-    """Measure every pass and every norm of a model; prints two tables and what they come to over the network."""
+) -> list[Row | products.Row]:
+    """Measure every pass, every norm and every product with sums of a model; prints tables and what they come to."""
     if model not in ("alexnet", *RESNET_DEPTHS):
         raise LockstepError(f"--model {model} is unknown; choose alexnet or {', '.join(RESNET_DEPTHS)}.")
     check_files(json_file, None)
@@ -65,22 +60,29 @@ def run_bench(
     uses = find_norms(model, batch)
     passes: list[Row] = []
     wholes: list[Row] = []
+    with_sums: list[products.Row] = []
+    parts: list[tuple[list[Any], Iterator[Any]]] = [
+        (passes, measure_passes(uses, bytes_per_s, console)),
+        (wholes, measure_wholes(uses, bytes_per_s, compiled, console)),
+        (with_sums, products.measure_products(products.find_products(model, batch), bytes_per_s, console)),
+    ]
     try:
-        for found, measured in (
-            (passes, measure_passes(uses, bytes_per_s, console)),
-            (wholes, measure_wholes(uses, bytes_per_s, compiled, console)),
-        ):
+        for found, measured in parts:
             for row in measured:
                 found.append(row)
                 if json_file is not None:
-                    write_rows(json_file, [row.to_json() for row in (*passes, *wholes)])
+                    rows: list[Row | products.Row] = [*passes, *wholes, *with_sums]
+                    write_rows(json_file, [row.to_json() for row in rows])
     except torch.cuda.OutOfMemoryError:
         raise LockstepError(f"The GPU has too little memory for --batch {batch}; choose a smaller one.") from None
-    console.print(draw_table(f"{model}, batch {batch}, FP16: each pass as the network runs it", passes))
+    console.print(draw_table(f"{model}, batch {batch}, FP16: each pass over its norms by itself", passes))
     console.print(draw_table("whole norms, one gradient coming back", wholes))
     console.print("Small arrays stay in the cache from a norm's first pass to its second, which may beat the floor.")
     console.print(sum_up(wholes), highlight=False, soft_wrap=True)
-    return [*passes, *wholes]
+    if with_sums:
+        console.print(products.draw_table(with_sums))
+        console.print(products.sum_up(with_sums), highlight=False, soft_wrap=True)
+    return [*passes, *wholes, *with_sums]
 
 
 def measure_passes(uses: Counter[Use], bytes_per_s: float, console: Console) -> Iterator[Row]:
@@ -98,13 +100,7 @@ def measure_passes(uses: Counter[Use], bytes_per_s: float, console: Console) -> 
             if key not in done:
                 done.add(key)
                 num_bytes = part.count_bytes(use)
-                yield Row(*key, counts[key], _measure_launches(launches), num_bytes / bytes_per_s, num_bytes)
-
-
-def _measure_launches(launches: Sequence[Callable[[], object]]) -> float:
-    """Seconds of one launch, among the same on other copies; all results are kept, so that none is written twice."""
-    replay = capture(lambda: [launch() for launch in launches])
-    return _median(replay) / len(launches)
+                yield Row(*key, counts[key], measure_cold(launches), num_bytes / bytes_per_s, num_bytes)
 
 
 def measure_wholes(uses: Counter[Use], bytes_per_s: float, compiled: bool, console: Console) -> Iterator[Row]:
@@ -158,16 +154,11 @@ def _measure_whole(use: Use, copies: list[Copy], call: Callable[..., Tensor], *,
     there, outputs = record(lambda: [forward(copy) for copy in copies])
     # All of them after all forwards, so that none finds in the cache what its forward left there.
     back, _ = record(lambda: [backward(copy, y) for copy, y in zip(copies, outputs, strict=True)], there.pool())
-    return _median(there.replay) / len(copies), _median(back.replay) / len(copies)
+    return measure_replay(there.replay) / len(copies), measure_replay(back.replay) / len(copies)
 
 
 def _build_copies(use: Use) -> list[Copy]:
-    count = max(MIN_COPIES, math.ceil(COLD_BYTES / (HALF_BYTES * use.numel)))
-    return [build_copy(use, torch.device("cuda")) for _ in range(count)]
-
-
-def _median(replay: Callable[[], object]) -> float:
-    return statistics.median(measure_calls(replay, torch.device("cuda"), ROUNDS))
+    return [build_copy(use, torch.device("cuda")) for _ in range(count_copies(HALF_BYTES * use.numel))]
 
 
 def _describe(use: Use) -> str:

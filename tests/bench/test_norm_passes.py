@@ -73,10 +73,10 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     cpu = torch.device("cpu")
     monkeypatch.setattr(norm_passes, "_build_copies", lambda use: [build_copy(use, cpu, torch.float32)] * 3)
-    monkeypatch.setattr(norm_passes, "capture", lambda call: call)
+    monkeypatch.setattr(norm_passes, "measure_cold", lambda launches: 2.0 * len([launch() for launch in launches]) / 3)
     monkeypatch.setattr(norm_passes, "warm_up", lambda call: call())
     monkeypatch.setattr(norm_passes, "record", lambda call, pool=None: (FakeGraph(), call()))
-    monkeypatch.setattr(norm_passes, "_median", lambda replay: 3.0 if replay() is None else 6.0)
+    monkeypatch.setattr(norm_passes, "measure_replay", lambda replay: 3.0)
 
 
 USES = Counter(
