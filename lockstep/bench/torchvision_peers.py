@@ -53,7 +53,10 @@ def build_peer(
     optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=WEIGHT_DECAY, fused=True)
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
     scaler = torch.amp.GradScaler("cuda", enabled=precision == "fp16")
-    images = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE, device="cuda").to(memory_format=layout)
+    # In the precision ours get them in: autocast would cast them in every step.
+    images = torch.randn(batch, 3, IMAGE_SIZE, IMAGE_SIZE, device="cuda").to(
+        half or torch.float32, memory_format=layout
+    )
     labels = torch.randint(0, CLASSES, (batch,), device="cuda")
     forward: Any = torch.compile(network, mode=compiled) if compiled else network
 

@@ -37,7 +37,7 @@ from lockstep.config import CommConfig, RunConfig
 from lockstep.data.generated import default_cache
 from lockstep.data.order import Cursor, share
 from lockstep.data.pipeline import Batch
-from lockstep.engine.build import Parts, assemble, build_network, open_sources, pinned_choice
+from lockstep.engine.build import HALF, Parts, assemble, build_network, open_sources, pinned_choice
 from lockstep.engine.step import run_passes
 from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout
@@ -196,13 +196,14 @@ def propose_plans(
 
 
 def fake_batch(config: RunConfig, world: World) -> Batch:
-    """A batch like this rank's, of noise: empty images would let a GPU run faster than real ones do."""
+    """A batch like this rank's, in the precision the pipeline gives, of noise: a GPU runs faster on empty images."""
     start, stop = share(config.train.global_batch, world.rank, world.size)
     size = config.data.image_size
     generator = torch.Generator(world.device).manual_seed(world.rank)
     images = torch.randn(stop - start, 3, size, size, device=world.device, generator=generator)
+    images = images.to(HALF.get(config.precision.compute, torch.float32), memory_format=torch.channels_last)
     return Batch(
-        images=images.contiguous(memory_format=torch.channels_last),
+        images=images,
         labels=torch.zeros(stop - start, dtype=torch.int64, device=world.device),
         global_size=config.train.global_batch,
         epoch=0,
