@@ -125,15 +125,18 @@ def _refuse_difference(extra: set[str], there: Path, missing: Path) -> None:
         )
 
 
+def check_root(root: Path) -> None:
+    """Refuse a root that is no folder here."""
+    if not root.is_dir():
+        raise LockstepError(f"The data path {root} is not a folder; set data.path to one that holds train/ and val/.")
+
+
 def open_folder(root: str | Path) -> tuple[ImageFolder, ImageFolder]:
     """The training and validation splits under a root; labels number the sorted class names, the same in both."""
     root = Path(root).expanduser()
     train, val = root / "train", root / "val"
     try:
-        if not root.is_dir():
-            raise LockstepError(
-                f"The data path {root} is not a folder; set data.path to one that holds train/ and val/."
-            )
+        check_root(root)
         classes, val_classes = _list_classes(train), _list_classes(val)
         _refuse_difference(set(classes) - set(val_classes), train, val)
         _refuse_difference(set(val_classes) - set(classes), val, train)

@@ -11,6 +11,7 @@ import torch
 from lockstep.comm.pulse import Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
+from lockstep.data.sources import ImageFolder, check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
@@ -76,10 +77,26 @@ def write_config(folder: Path, config: RunConfig) -> None:
 
 
 def share_sources(config: RunConfig, world: World, progress: Progress | None) -> Sources:
-    """Open the data on every rank; one rank of each node goes first, because it may have images to render."""
-    sources = open_sources(config.data, progress) if world.local_rank == 0 else None
-    world.barrier()
-    return sources or open_sources(config.data)
+    """The data on every rank; one rank of each node goes first, because it may have images to render.
+
+    An image folder is scanned by rank 0 alone: thousands of ranks that ask a file server for a million names each would
+    wait for it longer than they train.
+    """
+    if config.data.source == "generated":
+        sources = open_sources(config.data, progress) if world.local_rank == 0 else None
+        world.barrier()
+        return sources or open_sources(config.data)
+    sources = open_sources(config.data, progress) if world.is_first else None
+    scanned: Sources | None = world.broadcast_object(sources if is_scanned(sources) else None)
+    if scanned is None:
+        return sources or open_sources(config.data)
+    check_root(Path(config.data.path).expanduser())  # there it must be on every node
+    return scanned
+
+
+def is_scanned(sources: Sources | None) -> bool:
+    """Whether these are image folders, which are found by asking for every name in them."""
+    return sources is not None and isinstance(sources.train, ImageFolder)
 
 
 @contextmanager

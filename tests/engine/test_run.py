@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.comm.world import World
-from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, watch_signals
+from lockstep.engine import build
+from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, share_sources, watch_signals
 from lockstep.errors import LockstepError
 from lockstep.events import Sink
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import tiny_config
-from tests.ranks import world_of_one
+from tests.ranks import run_ranks, world_of_one
 
 SHORT = ["train.duration=3st", "optim.warmup=0st", "train.eval_every=0st"]
 
@@ -112,3 +113,31 @@ def test_a_run_taken_up_between_image_sizes_agrees_with_one_that_never_stopped(i
         for name in ("whole", "broken")
     )
     assert all(torch.equal(whole[name], broken[name]) for name in whole)
+
+
+def list_names(world: World, images: Path, moved: Path | None) -> list[str]:
+    """What a rank finds in the folder; only rank 0 may scan, and another one's folder may be elsewhere."""
+    config = tiny_config(images)
+    if not world.is_first:
+        build.open_folder = None  # type: ignore[assignment]
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(moved or images)})})
+    try:
+        sources = share_sources(config, world, None)
+    except LockstepError as error:
+        return [str(error)]
+    names = [sources.train.name(sample) for sample in range(sources.train.num_samples)]
+    assert sources.train.read(0) == Path(names[0]).read_bytes()
+    return [*names, *sources.val.classes, str(sources.train.labels.tolist())]
+
+
+def test_rank_0_alone_scans_a_folder(images: Path) -> None:
+    first, second = run_ranks(list_names, 2, images, None)
+    assert first == second
+    assert len(first) > 10
+
+
+def test_a_rank_without_the_folder_says_so(images: Path, tmp_path: Path) -> None:
+    _, second = run_ranks(list_names, 2, images, tmp_path / "elsewhere")
+    assert second == [
+        f"The data path {tmp_path / 'elsewhere'} is not a folder; set data.path to one that holds train/ and val/."
+    ]
