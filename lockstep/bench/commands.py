@@ -8,6 +8,9 @@ from rich.console import Console
 
 from lockstep.errors import LockstepError
 
+# What `bench input` takes unless told otherwise: turns of each side, seconds of one, seconds a network is fed.
+INPUT_ROUNDS, INPUT_ROUND_S, FED_S = 5, 3.0, 60.0
+
 bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
 
 
@@ -106,26 +109,30 @@ def input_command(
     image_size: Annotated[int, typer.Option(min=1, help="Side of the squares the photos are cropped to.")] = 224,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 64,
     threads: Annotated[int | None, typer.Option(min=1, help="Decode threads, and a peer's workers.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median counts.")] = 5,
-    round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 3.0,
+    rounds: Annotated[int | None, typer.Option(min=2, help="Turns each side takes (5); the median counts.")] = None,
+    round_s: Annotated[float | None, typer.Option(help="Seconds of one turn (3).")] = None,
     feed: Annotated[float | None, typer.Option(help="Training speed to feed, in images a second.")] = None,
     train: Annotated[
         str | None, typer.Option(help="Train this network from SRC, beside the same on data in memory, instead.")
     ] = None,
-    seconds: Annotated[float, typer.Option(help="With --train: how long it is fed.")] = 60.0,
+    seconds: Annotated[float | None, typer.Option(help="With --train: how long it is fed (60).")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
 ) -> None:
     """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
     if train:
         if feed is not None:
             raise LockstepError("--feed asks about a speed and --train measures one; give one of them.")
+        if rounds is not None or round_s is not None:
+            raise LockstepError("With --train there are no rounds; --seconds says how long it is fed.")
         from lockstep.bench import feed as fed
         from lockstep.bench.input import open_photos
 
-        wanted = fed.Wanted(train, batch, image_size, seconds, threads)
+        wanted = fed.Wanted(train, batch, image_size, FED_S if seconds is None else seconds, threads)
         console = Console()
         fed.run(open_photos(path, console), wanted, console, json_file)
         return
+    if seconds is not None:
+        raise LockstepError("--seconds goes with --train; without it, --rounds and --round-s say how long it takes.")
     from lockstep.bench.input import run_parent
 
     run_parent(
@@ -133,8 +140,8 @@ def input_command(
         image_size=image_size,
         batch=batch,
         threads=threads,
-        rounds=rounds,
-        round_s=round_s,
+        rounds=INPUT_ROUNDS if rounds is None else rounds,
+        round_s=INPUT_ROUND_S if round_s is None else round_s,
         feed=feed,
         json_file=json_file,
     )

@@ -56,7 +56,16 @@ def test_no_time_at_all_is_still_one_step_each(tmp_path: Path) -> None:
     assert fed.images_per_second > 0
 
 
-def test_a_speed_to_feed_and_a_network_to_train_are_not_both_taken() -> None:
-    status, _, err = commands.finish(commands.start("bench", "input", "--train=resnet18", "--feed=100"))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--train=resnet18", "--feed=100"), "give one of them"),
+        (("--train=resnet18", "--rounds=3"), "With --train there are no rounds"),
+        (("--seconds=10",), "--seconds goes with --train"),
+    ],
+)
+def test_options_that_do_not_go_together_are_a_sentence(options: tuple[str, ...], words: str) -> None:
+    status, _, err = commands.finish(commands.start("bench", "input", *options))
     assert status != 0
-    assert "give one of them" in err
+    assert words in err
+    assert "Traceback" not in err
