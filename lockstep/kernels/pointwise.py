@@ -10,6 +10,8 @@ product takes no longer than its memory does, and a pass of `batch_norm.py` over
 A program keeps its columns of the matrix and walks over tiles of rows; sums are FP32 and in a fixed order.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,8 @@ INNERS = (64, 128, 256)
 MAX_STATS_MATRIX, MAX_SUMS_MATRIX = 1 << 16, 1 << 18
 INNER_WITH_SPARE_MEMORY = 128  # up to this, two programs of a multiprocessor can both load ahead
 PROCESSORS = 132
+# Shared memory that three tiles of 256 columns ahead take with their matrix. A GPU for games has less, and loads two.
+LARGE_SHARED_BYTES = 144 << 10
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -112,7 +116,7 @@ def product_stats(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Ten
     partial = torch.empty(num_chunks, 2, channels, dtype=torch.float32, device=x.device)
     _product_stats_kernel[channels // block_c, num_chunks](
         x, weight, pivot, z, partial, num_rows, channels, triton.cdiv(num_rows, BLOCK_M),
-        K=inner, BLOCK_M=BLOCK_M, BLOCK_C=block_c, STAGES=3, num_warps=4,
+        K=inner, BLOCK_M=BLOCK_M, BLOCK_C=block_c, STAGES=3 if inner < 256 or _has_room(x.device) else 2, num_warps=4,
     )  # fmt: skip
     return z, partial
 
@@ -134,3 +138,12 @@ def product_sums(dz: Tensor, weight: Tensor, more_dy: Tensor, x: Tensor, y: Tens
 def _count_chunks(num_rows: int, num_columns: int, per_processor: int) -> int:
     """Programs along the rows beside so many along the columns; none without a tile."""
     return min(-(-num_rows // BLOCK_M), max(1, PROCESSORS * per_processor // num_columns))
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a program may have LARGE_SHARED_BYTES; the interpreter's always may."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return bool(getattr(properties, "shared_memory_per_block_optin", 0) >= LARGE_SHARED_BYTES)

@@ -1,6 +1,9 @@
 """1×1 convolutions that do a norm's sums on the way, against plain arithmetic in FP64, under Triton's interpreter."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -88,6 +91,40 @@ def test_a_running_mean_that_is_lost_does_not_take_the_batch_along(lost: float) 
     moments = batch_moments(z, torch.ones(64), torch.zeros(64), mean, var, count, 1e-5, 0.1, partial)
     torch.testing.assert_close(moments[0], z.float().mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
     assert moments.isfinite().all()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lockstep.kernels import pointwise
+
+def compile(kernel, constants, capability):
+    names = kernel.arg_names
+    floats, whole = ("pivot", "partial", "moments"), ("num_rows", "channels", "num_tiles")
+    signature = {name: "*fp32" if name in floats else "i32" if name in whole else "*fp16" for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in constants}
+    given = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, signature, constexprs=given, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).metadata.shared
+
+# The largest of each kind: what an A100 and a GPU for games have.
+for kernel, inner, stages, capability, shared in (
+    (pointwise._product_stats_kernel, 256, 3, 80, 163 << 10),
+    (pointwise._product_stats_kernel, 256, 2, 86, 99 << 10),
+    (pointwise._product_sums_kernel, 128, 2, 86, 99 << 10),
+    (pointwise._product_sums_kernel, 256, 1, 86, 99 << 10),
+):
+    constants = {"K": inner, "BLOCK_M": pointwise.BLOCK_M, "BLOCK_C": 64, "STAGES": stages}
+    assert compile(kernel, constants, capability) <= shared, (constants, capability)
+"""
+
+
+def test_compiled_they_fit_into_the_shared_memory_of_large_and_small_gpus() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("suits", [suits_stats, suits_sums])
