@@ -68,13 +68,20 @@ def _input_gradient(dz: Tensor, weight: Tensor) -> Tensor:
     return (dz.permute(0, 2, 3, 1) @ weight.flatten(1)).permute(0, 3, 1, 2)
 
 
+def _leave_out(ctx: Any, partial: Tensor | None) -> None:
+    """No gradient comes back for the sums: the norm's own says what depends on them."""
+    ctx.set_materialize_grads(False)
+    if partial is not None:
+        ctx.mark_non_differentiable(partial)
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
         x = dense(x)
         z, partial = _multiply(x, weight, pivot)
         ctx.save_for_backward(x, weight)
-        ctx.set_materialize_grads(False)
+        _leave_out(ctx, partial)
         return z, partial
 
     @staticmethod
@@ -91,7 +98,7 @@ class _JoinProduct(torch.autograd.Function):
         y, saved = join(*operands)
         z, partial = _multiply(y, weight, pivot)
         ctx.save_for_backward(weight, *saved)
-        ctx.set_materialize_grads(False)
+        _leave_out(ctx, partial)
         return z, partial, y
 
     @staticmethod
