@@ -20,9 +20,11 @@ class Pointwise(nn.Conv2d):
     fused = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.fused:
-            return super().forward(x)
-        return functional.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1)).permute(0, 3, 1, 2)
+        return _multiply(x, self.weight) if self.fused else super().forward(x)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1)).permute(0, 3, 1, 2)
 
 
 def convolve(convolution: nn.Conv2d, x: Tensor, norm: BatchNorm) -> Summed:
@@ -46,13 +48,13 @@ def join_convolve(
     return Summed(z, partial), y
 
 
-def _multiply(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
+def _multiply_and_sum(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
     from lockstep.kernels.pointwise import product_stats, suits_stats
 
     out_channels, in_channels = weight.shape[:2]
     if suits_stats(x.dtype, in_channels, out_channels):
         return product_stats(x, weight, pivot)
-    return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1)).permute(0, 3, 1, 2), None
+    return _multiply(x, weight), None
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
         x = dense(x)
-        z, partial = _multiply(x, weight, pivot)
+        z, partial = _multiply_and_sum(x, weight, pivot)
         ctx.save_for_backward(x, weight)
         _leave_out(ctx, partial)
         return z, partial
@@ -96,7 +98,7 @@ class _JoinProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, pivot: Tensor, *operands: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         y, saved = join(*operands)
-        z, partial = _multiply(y, weight, pivot)
+        z, partial = _multiply_and_sum(y, weight, pivot)
         ctx.save_for_backward(weight, *saved)
         _leave_out(ctx, partial)
         return z, partial, y
