@@ -1,6 +1,12 @@
 """Batch norm, ReLU and a 3 × 3 pool at stride 2 in one pass, and the way back (step 6 of the walk).
 
-The tensor before a pool is among the largest of a network: between norm and pool nothing of its size is written.
+The tensor before a pool is among the largest of a network: nothing of its size is written but the gradient in the end.
+
+    forward    read x, write y and the winners
+    backward   sums: read dy, winners, x           gradient: read dy, winners, x again, write dx
+
+The way back goes by groups of 2 × 2 pixels. Counted from the border, pixel h stands in window h // 2, and in the one
+before if h is even; so the pixels of a group stand in no windows but the same four, which are read once for all.
 """
 
 import torch
@@ -8,100 +14,179 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.batch_norm import Sums, Tile, finish_sums, input_gradient, plan_walk
+from lockstep.kernels.batch_norm import Sums, Tile, Walk, finish_sums
 
-# The windows of a pool take registers of their own: half the elements of other tiles.
-POOL_TILE = Tile(elements=2048, channels=128, warps=4, programs=132 * 8)
+# Elements are those of the pool's output; a program takes POOL_ROWS rows of it, one below the other.
+POOL_ELEMENTS, POOL_ROWS, POOL_WARPS = 512, 2, 4
+# Rows are groups: a tile has four pixels for each of its elements.
+POOL_SUMS = Tile(elements=2048, channels=128, warps=8, programs=132 * 2)
+POOL_GRADIENT = Tile(elements=512, channels=128, warps=4)
+
+
+@triton.jit
+def _largest_of_three(at, h, w, inside, sign, never, height, width, channels, WORK: tl.constexpr):
+    """The largest of sign·x over the pixels w, w + 1 and w + 2 of row h, and which of them it was."""
+    for tap in tl.static_range(3):
+        mask = ((h >= 0) & (h < height) & (w + tap >= 0) & (w + tap < width))[:, None] & inside[None, :]
+        value = tl.load(at + tap * channels, mask=mask, other=never[None, :]).to(WORK) * sign[None, :]
+        if tap == 0:
+            best = value
+            which = tl.zeros(value.shape, tl.int32)
+        else:
+            which = tl.where(value > best, tap, which)
+            best = tl.maximum(best, value)
+    return best, which
 
 
 @triton.jit
 def _pool_kernel(
     x, moments, y, winner, height, width, channels, out_height, out_width,
-    PAD: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    PAD: tl.constexpr, WORK: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y = the largest of relu(scale·x + shift) over 3 × 3 pixels, stride 2; `winner` says which, 9 if all are 0."""
-    image = tl.program_id(0) // out_height
-    row = tl.program_id(0) % out_height
-    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    strips = tl.cdiv(out_height, ROWS)
+    image = tl.program_id(0) // strips
+    out_w = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    # The same for all columns, but a vector: under the interpreter, masks made of scalars go wrong.
+    out_h = tl.program_id(0) % strips * ROWS + 0 * out_w
     c = tl.arange(0, BLOCK_C)
     inside = c < channels
-    scale = tl.load(moments + 2 * channels + c, mask=inside, other=0.0)
+    scale = tl.load(moments + 2 * channels + c, mask=inside, other=1.0)
     shift = tl.load(moments + 3 * channels + c, mask=inside, other=0.0)
-    best = tl.zeros([BLOCK_W, BLOCK_C], tl.float32)
-    which = tl.full([BLOCK_W, BLOCK_C], 9, tl.int32)
-    base = x + image.to(tl.int64) * height * width * channels
-    for tap in tl.static_range(9):
-        h = 2 * row - PAD + tap // 3 + 0 * columns
-        w = 2 * columns - PAD + tap % 3
-        mask = ((w >= 0) & (w < width) & (h >= 0) & (h < height))[:, None] & inside[None, :]
-        value = tl.load(base + (h * width + w)[:, None] * channels + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.where(mask, value * scale[None, :] + shift[None, :], 0.0)
-        which = tl.where(value > best, tap, which)
-        best = tl.maximum(best, value)
-    mask = (columns < out_width)[:, None] & inside[None, :]
-    out = (tl.program_id(0).to(tl.int64) * out_width + columns)[:, None] * channels + c[None, :]
-    tl.store(y + out, best, mask=mask)
-    tl.store(winner + out, which, mask=mask)
+    # Norm and ReLU keep the order of a channel's values or turn it round, so the values are compared as they are; in
+    # that order, what would be read beyond the image is behind all others.
+    sign = tl.where(scale < 0.0, -1.0, 1.0).to(WORK)
+    never = tl.where(scale < 0.0, float("inf"), float("-inf"))
+    h, w = 2 * out_h - PAD, 2 * out_w - PAD
+    at = x + ((image * height + h).to(tl.int64) * width + w)[:, None] * channels + c[None, :]
+    out = ((image * out_height + out_h).to(tl.int64) * out_width + out_w)[:, None] * channels + c[None, :]
+    last, last_which = _largest_of_three(at, h, w, inside, sign, never, height, width, channels, WORK)
+    for _ in tl.static_range(ROWS):
+        # The last row of a window is the first of the one below it.
+        best, which = last, last_which
+        for row in tl.static_range(1, 3):
+            h += 1
+            at += width * channels
+            last, last_which = _largest_of_three(at, h, w, inside, sign, never, height, width, channels, WORK)
+            which = tl.where(last > best, 3 * row + last_which, which)
+            best = tl.maximum(best, last)
+        value = tl.abs(scale)[None, :] * best.to(tl.float32) + shift[None, :]
+        mask = ((out_h < out_height) & (out_w < out_width))[:, None] & inside[None, :]
+        tl.store(y + out, tl.where(value > 0.0, value, 0.0), mask=mask)
+        tl.store(winner + out, tl.where(value > 0.0, which, 9), mask=mask)
+        out_h += 1
+        out += out_width * channels
 
 
 @triton.jit
-def _unpool(
-    dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width,
+def _load_window(dy, more_dy, winner, at, mask, MORE: tl.constexpr):
+    """Which pixel of a window won, and the gradient that it gets."""
+    won = tl.load(winner + at, mask=mask, other=9).to(tl.int32)
+    g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    if MORE:
+        g += tl.load(more_dy + at, mask=mask, other=0.0).to(tl.float32)
+    return won, g
+
+
+@triton.jit
+def _load_groups(
+    dy, more_dy, winner, x, groups, c, mask, height, width, channels, out_height, out_width,
     PAD: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of each pixel before the pool: from the at most four windows it stands in, where it won."""
-    image = rows // (height * width)
-    h = (rows // width) % height + PAD
-    w = rows % width + PAD
-    g = tl.zeros(mask.shape, tl.float32)
-    for corner in tl.static_range(4):
-        # Counted from the border, pixel h stands in window h/2, and in the one before if h is even.
-        out_h = h // 2 - corner // 2
-        out_w = w // 2 - corner % 2
-        valid = (out_h >= 0) & (out_h < out_height) & (out_w >= 0) & (out_w < out_width)
-        if corner // 2 == 1:
-            valid = valid & (h % 2 == 0)
-        if corner % 2 == 1:
-            valid = valid & (w % 2 == 0)
-        # Masks that are the same along the channels keep the loads wide.
-        valid = valid[:, None] & mask
-        tap = (h - 2 * out_h) * 3 + (w - 2 * out_w)
-        at = ((image * out_height + out_h).to(tl.int64) * out_width + out_w)[:, None] * channels + c[None, :]
-        won = tl.load(winner + at, mask=valid, other=9).to(tl.int32) == tap[:, None]
-        gradient = tl.load(dy + at, mask=valid, other=0.0).to(tl.float32)
-        if MORE:
-            gradient += tl.load(more_dy + at, mask=valid, other=0.0).to(tl.float32)
-        g += tl.where(won, gradient, 0.0)
-    return g
+    """For the four pixels of each group: where they are, whether that is in the image, their gradient g, their x."""
+    group_rows = (height + PAD + 1) // 2
+    group_columns = (width + PAD + 1) // 2
+    image = groups // (group_rows * group_columns)
+    i = groups // group_columns % group_rows
+    j = groups % group_columns
+
+    # Windows (i, j), (i, j − 1), (i − 1, j), (i − 1, j − 1): i and j may be past the last, and 0 has none before it.
+    at = ((image * out_height + i).to(tl.int64) * out_width + j)[:, None] * channels + c[None, :]
+    above = at - out_width * channels
+    is_row, is_column = i < out_height, j < out_width
+    won_0, g_0 = _load_window(dy, more_dy, winner, at, (is_row & is_column)[:, None] & mask, MORE)
+    won_1, g_1 = _load_window(dy, more_dy, winner, at - channels, (is_row & (j > 0))[:, None] & mask, MORE)
+    won_2, g_2 = _load_window(dy, more_dy, winner, above, ((i > 0) & is_column)[:, None] & mask, MORE)
+    won_3, g_3 = _load_window(dy, more_dy, winner, above - channels, ((i > 0) & (j > 0))[:, None] & mask, MORE)
+
+    # Pixels (h, w), (h, w + 1), (h + 1, w), (h + 1, w + 1): the first row and column may be the border's, the others
+    # past the image. No window names such a pixel, so that its g is 0.
+    h, w = 2 * i - PAD, 2 * j - PAD
+    at = ((image * height + h).to(tl.int64) * width + w)[:, None] * channels + c[None, :]
+    below = at + width * channels
+    places = (at, at + channels, below, below + channels)
+    is_top, is_bottom, is_left, is_right = h >= 0, h + 1 < height, w >= 0, w + 1 < width
+    masks = (
+        (is_top & is_left)[:, None] & mask,
+        (is_top & is_right)[:, None] & mask,
+        (is_bottom & is_left)[:, None] & mask,
+        (is_bottom & is_right)[:, None] & mask,
+    )
+    values = (
+        tl.load(x + places[0], mask=masks[0], other=0.0).to(tl.float32),
+        tl.load(x + places[1], mask=masks[1], other=0.0).to(tl.float32),
+        tl.load(x + places[2], mask=masks[2], other=0.0).to(tl.float32),
+        tl.load(x + places[3], mask=masks[3], other=0.0).to(tl.float32),
+    )
+    gradients = (
+        (tl.where(won_0 == 0, g_0, 0.0) + tl.where(won_1 == 2, g_1, 0.0))
+        + (tl.where(won_2 == 6, g_2, 0.0) + tl.where(won_3 == 8, g_3, 0.0)),
+        tl.where(won_0 == 1, g_0, 0.0) + tl.where(won_2 == 7, g_2, 0.0),
+        tl.where(won_0 == 3, g_0, 0.0) + tl.where(won_1 == 5, g_1, 0.0),
+        tl.where(won_0 == 4, g_0, 0.0),
+    )
+    return places, masks, gradients, values
 
 
 @triton.jit
 def _pool_sums_kernel(
-    dy, more_dy, winner, x, moments, g_out, partial, num_rows, channels, rows_per_program,
+    dy, more_dy, winner, x, moments, partial, num_groups, channels, groups_per_program,
     height, width, out_height, out_width,
     PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of g and g·(x − mean) as in `batch_norm.py`, g coming through the pool; g is written too."""
+    """Partial sums of g and g·(x − mean) as in `batch_norm.py`, g coming through the pool."""
     chunk = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
     mean = tl.load(moments + c, mask=inside, other=0.0)
-    start = chunk * rows_per_program
-    stop = tl.minimum(start + rows_per_program, num_rows)
+    start = chunk * groups_per_program
+    stop = tl.minimum(start + groups_per_program, num_groups)
     first = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    for row in range(start, stop, BLOCK_M):
-        rows = row + tl.arange(0, BLOCK_M)
-        mask = (rows < stop)[:, None] & inside[None, :]
-        g = _unpool(dy, more_dy, winner, rows, c, mask, height, width, channels, out_height, out_width, PAD, MORE)
-        offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
-        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        tl.store(g_out + offsets, g, mask=mask)
-        first += g
-        second += g * (value - mean[None, :])
+    for group in range(start, stop, BLOCK_M):
+        groups = group + tl.arange(0, BLOCK_M)
+        mask = (groups < stop)[:, None] & inside[None, :]
+        _, _, g, value = _load_groups(
+            dy, more_dy, winner, x, groups, c, mask, height, width, channels, out_height, out_width, PAD, MORE
+        )
+        for pixel in tl.static_range(4):
+            first += g[pixel]
+            second += g[pixel] * (value[pixel] - mean[None, :])
     out = partial + chunk * 2 * channels + c
     tl.store(out, tl.sum(first, 0), mask=inside)
     tl.store(out + channels, tl.sum(second, 0), mask=inside)
+
+
+@triton.jit
+def _pool_gradient_kernel(
+    dy, more_dy, winner, x, moments, line, dx, num_groups, channels, height, width, out_height, out_width,
+    PAD: tl.constexpr, MORE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dx = a·g + b·(x − mean) + c as in `batch_norm.py`, g coming through the pool once more."""
+    groups = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = c < channels
+    mask = (groups < num_groups)[:, None] & inside[None, :]
+    mean = tl.load(moments + c, mask=inside, other=0.0)
+    a = tl.load(line + c, mask=inside, other=0.0)
+    b = tl.load(line + channels + c, mask=inside, other=0.0)
+    constant = tl.load(line + 2 * channels + c, mask=inside, other=0.0)
+    at, in_image, g, value = _load_groups(
+        dy, more_dy, winner, x, groups, c, mask, height, width, channels, out_height, out_width, PAD, MORE
+    )
+    for pixel in tl.static_range(4):
+        result = a[None, :] * g[pixel] + b[None, :] * (value[pixel] - mean[None, :]) + constant[None, :]
+        tl.store(dx + at[pixel], result, mask=in_image[pixel])
 
 
 def normalize_pool(x: Tensor, moments: Tensor, padding: int) -> tuple[Tensor, Tensor]:
@@ -111,10 +196,12 @@ def normalize_pool(x: Tensor, moments: Tensor, padding: int) -> tuple[Tensor, Te
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     winner = torch.empty(shape, dtype=torch.uint8, device=x.device, memory_format=torch.channels_last)
     block_c = triton.next_power_of_2(channels)
-    block_w = max(1, min(triton.next_power_of_2(shape[3]), 2048 // block_c))
-    _pool_kernel[count * shape[2], triton.cdiv(shape[3], block_w)](
+    block_w = max(1, min(triton.next_power_of_2(shape[3]), POOL_ELEMENTS // block_c))
+    # A GPU compares FP16 two at a time. It could so BF16, but Triton's interpreter, which the tests use, could not.
+    work = tl.float16 if x.dtype == torch.float16 else tl.float32
+    _pool_kernel[count * triton.cdiv(shape[2], POOL_ROWS), triton.cdiv(shape[3], block_w)](
         x, moments, y, winner, height, width, channels, shape[2], shape[3],
-        PAD=padding, BLOCK_W=block_w, BLOCK_C=block_c, num_warps=4,
+        PAD=padding, WORK=work, ROWS=POOL_ROWS, BLOCK_W=block_w, BLOCK_C=block_c, num_warps=POOL_WARPS,
     )  # fmt: skip
     return y, winner
 
@@ -123,13 +210,21 @@ def pool_gradient(
     dy: Tensor, more_dy: Tensor | None, winner: Tensor, x: Tensor, moments: Tensor, padding: int
 ) -> tuple[Tensor, Sums]:
     """The gradient of the input of `normalize_pool`, with those of γ and β."""
-    walk = plan_walk(x, POOL_TILE)
-    g = torch.empty_like(x)
-    partial = torch.empty(walk.num_chunks, 2, walk.channels, dtype=torch.float32, device=x.device)
+    count, channels, height, width = x.shape
+    num_groups = count * ((height + padding + 1) // 2) * ((width + padding + 1) // 2)
+    operands = (dy, dy if more_dy is None else more_dy, winner, x, moments)
+    sizes = (height, width, dy.shape[2], dy.shape[3])
+    walk = Walk(num_groups, channels, POOL_SUMS.fit(channels), POOL_SUMS.programs)
+    partial = torch.empty(walk.num_chunks, 2, channels, dtype=torch.float32, device=x.device)
     _pool_sums_kernel[walk.num_chunks, walk.tiles[1]](
-        dy, dy if more_dy is None else more_dy, winner, x, moments, g, partial,
-        walk.rows, walk.channels, walk.rows_per_chunk, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
+        *operands, partial, num_groups, channels, walk.rows_per_chunk, *sizes,
         PAD=padding, MORE=more_dy is not None, **walk.options,
     )  # fmt: skip
-    sums = finish_sums(partial, moments, walk.rows)
-    return input_gradient(g, x, moments, sums.line, masked=True), sums
+    sums = finish_sums(partial, moments, count * height * width)
+    walk = Walk(num_groups, channels, POOL_GRADIENT.fit(channels), POOL_GRADIENT.programs)
+    dx = torch.empty_like(x)
+    _pool_gradient_kernel[walk.tiles](
+        *operands, sums.line, dx, num_groups, channels, *sizes,
+        PAD=padding, MORE=more_dy is not None, **walk.options,
+    )  # fmt: skip
+    return dx, sums
