@@ -96,26 +96,20 @@ def _pool_launches(norm: BatchNorm, copy: Copy, padding: int) -> list[Launch]:
 
 
 def _add_launches(norm: BatchNorm, shortcut_norm: BatchNorm | None, copy: Copy) -> list[Launch]:
-    from lockstep.kernels.batch_norm import gradient_sums, input_gradient, normalize_add
+    from lockstep.kernels.batch_norm import Normed, join_gradients, join_sums, normalize_add
 
     x, shortcut, dy, more_dy = copy.x, copy.shortcut, copy.dy, copy.more_dy
     assert shortcut is not None
-    moments = norm.moments(x)
-    shortcut_moments = shortcut_norm.moments(shortcut) if shortcut_norm else None
-    y, g = normalize_add(x, moments, shortcut, shortcut_moments), torch.empty_like(x)
-    line = gradient_sums(dy, more_dy, x, moments, mask_from=y, g=g).line
-    both: list[Launch] = [
-        lambda: norm.moments(x),
-        lambda: normalize_add(x, moments, shortcut, shortcut_moments),
-        lambda: gradient_sums(dy, more_dy, x, moments, mask_from=y, g=g),
-        lambda: input_gradient(g, x, moments, line, masked=True),
-    ]
-    if shortcut_norm is None or shortcut_moments is None:
-        return both
-    more_line = gradient_sums(g, None, shortcut, shortcut_moments, mask_from=None).line
+    norms, statistics = [Normed(x, norm.moments(x))], [lambda: norm.moments(x)]
+    if shortcut_norm is not None:
+        norms.append(Normed(shortcut, shortcut_norm.moments(shortcut)))
+        statistics.append(lambda: shortcut_norm.moments(shortcut))
+    shortcut_moments = norms[1].moments if shortcut_norm else None
+    y, g = normalize_add(*norms[0], shortcut, shortcut_moments), torch.empty_like(x)
+    sums = join_sums(dy, more_dy, norms, y, g)
     return [
-        lambda: shortcut_norm.moments(shortcut),
-        *both,
-        lambda: gradient_sums(g, None, shortcut, shortcut_moments, mask_from=None),
-        lambda: input_gradient(g, shortcut, shortcut_moments, more_line, masked=True),
+        *statistics,
+        lambda: normalize_add(*norms[0], shortcut, shortcut_moments),
+        lambda: join_sums(dy, more_dy, norms, y, g),
+        lambda: join_gradients(g, norms, sums),
     ]

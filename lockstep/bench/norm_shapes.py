@@ -78,8 +78,8 @@ def list_passes(use: Use) -> list[Pass]:
         return [
             STATISTICS,
             Pass("normalise, ReLU, pool", True, arrays=1, pooled=1, winners=1),
-            # x read and g written for the sums, then the input gradient
-            Pass(f"pool's gradient, sums, input gradient{two}", False, 2 + 3, use.num_gradients, winners=1),
+            # x is read for the sums, then again, and dx is written; what comes back through the pool is read both times
+            Pass(f"pool's gradient, sums, input gradient{two}", False, 1 + 2, 2 * use.num_gradients, winners=2),
         ]
     # x, y and the gradients are read, what is left of them behind ReLU is written
     sums = Pass(f"gradient sums, masked gradient written{two}", False, arrays=3 + use.num_gradients)
@@ -89,10 +89,8 @@ def list_passes(use: Use) -> list[Pass]:
         STATISTICS,
         STATISTICS,
         Pass("normalise both, add, ReLU", True, arrays=3),
-        sums,
-        INPUT_GRADIENT,
-        Pass("shortcut's gradient sums", False, arrays=2),
-        INPUT_GRADIENT,
+        Pass(f"both gradient sums, masked gradient written{two}", False, arrays=4 + use.num_gradients),
+        Pass("both input gradients", False, arrays=5),
     ]
 
 

@@ -1,4 +1,4 @@
-"""1×1 convolutions that do a norm's sums on the way, beside the same product by cuBLAS with the pass behind it.
+"""1×1 convolutions that do a norm's work on the way, beside the same by cuBLAS and passes of `kernels/batch_norm.py`.
 
 Part of `lockstep bench kernels`; times and floors as in `norm_passes.py`.
 """
@@ -21,27 +21,48 @@ from lockstep.models.chain import Pointwise
 from lockstep.models.norm import BatchNorm
 from lockstep.models.resnet import Bottleneck
 
-Kind = Literal["product, statistics", "product, gradient sums"]
+Kind = Literal[
+    "product, statistics",
+    "both gradients of a product",
+    "product, gradient sums, matrix",
+    "end of a block, forward",
+    "end of a block, backward",
+]
 STATISTICS: Kind = "product, statistics"
-SUMS: Kind = "product, gradient sums"
+GRADIENTS: Kind = "both gradients of a product"
+SUMS: Kind = "product, gradient sums, matrix"
+TAIL: Kind = "end of a block, forward"
+TAIL_BACK: Kind = "end of a block, backward"
 
 Launch = Callable[[], object]
 
 
 class Product(NamedTuple):
-    """A product of N·H·W rows, as a network has it: backward, what the convolution gives is `inner`."""
+    """A product of N·H·W rows, as a network has it: backward, what the convolution gives is `inner`.
+
+    For the end of a block, of its own convolution; `next_inner` is what the one behind it gives.
+    """
 
     kind: Kind
     batch: int
     inner: int
     channels: int
     side: int
+    next_inner: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it must move: statistics come with x and z; sums with dz, the shortcut's gradient, x, y and g."""
-        arrays = 1 if self.kind == STATISTICS else 4
-        return HALF_BYTES * self.batch * self.side**2 * (self.inner + arrays * self.channels)
+        """Bytes it must move."""
+        inner, channels = self.inner, self.channels
+        values = {
+            STATISTICS: inner + channels,  # x, z
+            GRADIENTS: 2 * inner + channels,  # dz, x, dx
+            SUMS: inner + 4 * channels,  # dz, the shortcut's gradient, x, y, g
+            TAIL: 2 * inner + 2 * channels,  # x for the statistics, then x, the shortcut, y
+            # dz, the shortcut's gradient, y, x, g for the sums; then g, x and its gradient
+            TAIL_BACK: self.next_inner + 4 * channels + 3 * inner,
+        }[self.kind]
+        return HALF_BYTES * self.batch * self.side**2 * values
 
 
 @dataclass(frozen=True)
@@ -66,69 +87,195 @@ class Row:
 
 def find_products(model: str, batch: int, dtype: torch.dtype = torch.float16) -> Counter[Product]:
     """The products of a network that the kernels take, and how often each occurs; nothing is computed."""
-    from lockstep.kernels.pointwise import suits_stats, suits_sums
-
     with torch.device("meta"):
         network = build_model(model, 1000, image_size=IMAGE_SIZE).train()
         images = torch.empty(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
-    found: Counter[Product] = Counter()
-    blocks = [module for module in network.modules() if isinstance(module, Bottleneck)]
-    follows_a_sum = {block.conv1 for block in blocks[1:]}
+    sides: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        assert isinstance(module, Pointwise)
-        made, inner, side = module.out_channels, module.in_channels, out.shape[2]
-        if suits_stats(dtype, inner, made):
-            found[Product(STATISTICS, batch, inner, made, side)] += 1
-        if module in follows_a_sum and suits_sums(dtype, made, inner):
-            found[Product(SUMS, batch, made, inner, side)] += 1
+        sides[module] = out.shape[2]
 
     for module in network.modules():
         if isinstance(module, Pointwise):
             module.register_forward_hook(note)
     network(images)
+    blocks = [module for module in network.modules() if isinstance(module, Bottleneck)]
+    found: Counter[Product] = Counter()
+    for before, block, following in zip([None, *blocks], blocks, [*blocks[1:], None], strict=False):
+        plain: list[nn.Conv2d] = [part for part in block.downsample or () if isinstance(part, Pointwise)]
+        if before is None:
+            plain.append(block.conv1)
+        for kind, convolution, next_inner in _list_products(block, following, plain, dtype):
+            inner, channels = convolution.in_channels, convolution.out_channels
+            shape = (channels, inner) if kind == SUMS else (inner, channels)
+            found[Product(kind, batch, *shape, sides[convolution], next_inner)] += 1
     return found
 
 
+def _list_products(
+    block: Bottleneck, following: Bottleneck | None, plain: list[nn.Conv2d], dtype: torch.dtype
+) -> Iterator[tuple[Kind, nn.Conv2d, int]]:
+    """Those of a block and of the beginning of the next, as `models/chain.py` divides them; `plain` stand alone."""
+    from lockstep.kernels.pointwise import suits_stats
+    from lockstep.kernels.pointwise_back import suits_gradients, suits_sums
+    from lockstep.kernels.tail import suits_tail
+
+    last = block.conv3
+    next_inner = following.conv1.out_channels if following else 0
+    if following and suits_tail(dtype, last.in_channels, last.out_channels, next_inner):
+        yield TAIL, last, next_inner
+        yield TAIL_BACK, last, next_inner
+    else:
+        plain = [*plain, last]
+        if following and suits_sums(dtype, next_inner, last.out_channels):
+            yield SUMS, following.conv1, 0
+    for convolution in plain:
+        if suits_gradients(dtype, convolution.in_channels, convolution.out_channels):
+            yield GRADIENTS, convolution, 0
+    for convolution in [*plain, *([following.conv1] if following else [])]:
+        if suits_stats(dtype, convolution.in_channels, convolution.out_channels):
+            yield STATISTICS, convolution, 0
+
+
 def build_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
-    """Ours, and the product with the pass behind it; each may be called any number of times."""
-    from lockstep.kernels.batch_norm import gradient_sums
-    from lockstep.kernels.pointwise import product_stats, product_sums
+    """Ours, and the same by cuBLAS and passes of `kernels/batch_norm.py`; each may be called any number of times."""
+    return {
+        STATISTICS: _statistics_launches,
+        GRADIENTS: _gradients_launches,
+        SUMS: _sums_launches,
+        TAIL: _tail_launches,
+        TAIL_BACK: _tail_back_launches,
+    }[product.kind](product, device)
 
-    _, batch, inner, channels, side = product
 
-    def noise(channels: int) -> Tensor:
-        values = torch.randn(batch, side, side, channels, device=device, dtype=torch.float16)
-        return values.permute(0, 3, 1, 2)  # channels-last
+def _noise(product: Product, channels: int, device: torch.device) -> Tensor:
+    shape = (product.batch, product.side, product.side, channels)
+    return torch.randn(shape, device=device, dtype=torch.float16).permute(0, 3, 1, 2)  # channels-last
 
-    norm = BatchNorm(channels).to(device)
-    assert norm.running_mean is not None
-    given = noise(inner)
-    rows = given.permute(0, 2, 3, 1)
-    if product.kind == STATISTICS:
-        weight = torch.randn(channels, inner, 1, 1, device=device, dtype=torch.float16) / inner**0.5
-        pivot = norm.running_mean
 
-        def multiply() -> Tensor:
-            z, partial = product_stats(given, weight, pivot)
-            return norm.moments(z, partial)
+def _matrix(channels: int, inner: int, device: torch.device) -> Tensor:
+    return torch.randn(channels, inner, 1, 1, device=device, dtype=torch.float16) * float(inner**-0.5)
 
-        return multiply, lambda: norm.moments(functional.linear(rows, weight.flatten(1)).permute(0, 3, 1, 2))
-    weight = torch.randn(inner, channels, 1, 1, device=device, dtype=torch.float16) / inner**0.5
-    more_dy, x, y = (noise(channels) for _ in range(3))
-    moments, g = norm.moments(x), torch.empty_like(x)
+
+def _rows(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1).flatten(0, 2)
+
+
+def _like(rows: Tensor, x: Tensor) -> Tensor:
+    """A matrix of pixels as images of the size of x."""
+    return rows.view(x.shape[0], *x.shape[2:], rows.shape[1]).permute(0, 3, 1, 2)
+
+
+def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+    return _like(functional.linear(_rows(x), weight.flatten(1)), x)
+
+
+def _multiply_back(dz: Tensor, weight: Tensor) -> Tensor:
+    return _like(_rows(dz) @ weight.flatten(1), dz)
+
+
+def _statistics_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
+    from lockstep.kernels.pointwise import product_stats
+
+    x, weight = _noise(product, product.inner, device), _matrix(product.channels, product.inner, device)
+    norm = BatchNorm(product.channels).to(device)
+    pivot = norm.running_mean
+    assert pivot is not None
+
+    def multiply() -> Tensor:
+        z, partial = product_stats(x, weight, pivot)
+        return norm.moments(z, partial)
+
+    return multiply, lambda: norm.moments(_multiply(x, weight))
+
+
+def _gradients_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
+    from lockstep.kernels.pointwise_back import product_gradients
+
+    dz, x = (_noise(product, channels, device) for channels in (product.channels, product.inner))
+    weight = _matrix(product.channels, product.inner, device)
 
     def multiply_apart() -> object:
-        dy = (rows @ weight.flatten(1)).permute(0, 3, 1, 2)
-        return gradient_sums(dy, more_dy, x, moments, mask_from=y, g=g)
+        return _multiply_back(dz, weight), (_rows(dz).t() @ _rows(x)).view_as(weight)
 
-    return lambda: product_sums(given, weight, more_dy, x, y, moments, g), multiply_apart
+    return lambda: product_gradients(dz, weight, x), multiply_apart
+
+
+def _sums_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
+    from lockstep.kernels.batch_norm import Normed, gradient_sums
+    from lockstep.kernels.pointwise_back import product_sums
+
+    dz, weight = _noise(product, product.inner, device), _matrix(product.inner, product.channels, device)
+    more_dy, x, y = (_noise(product, product.channels, device) for _ in range(3))
+    moments, g = BatchNorm(product.channels).to(device).moments(x), torch.empty_like(x)
+
+    def multiply() -> object:
+        (sums,), d_weight = product_sums(dz, weight, more_dy, y, [Normed(x, moments)], g)
+        return *sums, d_weight
+
+    def multiply_apart() -> object:
+        sums = gradient_sums(_multiply_back(dz, weight), more_dy, x, moments, mask_from=y, g=g)
+        return *sums, (_rows(dz).t() @ _rows(y)).view_as(weight)
+
+    return multiply, multiply_apart
+
+
+def _tail_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
+    from lockstep.kernels.batch_norm import normalize_add
+    from lockstep.kernels.tail import product_join, square_sums
+
+    x, shortcut = (_noise(product, channels, device) for channels in (product.inner, product.channels))
+    weight, norm = _matrix(product.channels, product.inner, device), BatchNorm(product.channels).to(device)
+    moments = BatchNorm(product.inner).to(device).moments(x)
+    num_rows = x.numel() // product.inner
+
+    def join() -> Tensor:
+        behind = norm.product_moments(square_sums(x, moments), weight, num_rows)
+        return product_join(x, moments, weight, behind, shortcut, None)
+
+    def join_apart() -> Tensor:
+        z = _multiply(normalize_add(x, moments), weight)
+        return normalize_add(z, norm.moments(z), shortcut)
+
+    return join, join_apart
+
+
+def _tail_back_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
+    from lockstep.kernels.batch_norm import Normed, gradient_sums, input_gradient, normalize_add
+    from lockstep.kernels.pointwise_back import Made, product_sums
+    from lockstep.kernels.tail import square_sums, tail_gradients
+
+    dz, x = (_noise(product, channels, device) for channels in (product.next_inner, product.inner))
+    more_dy, y = (_noise(product, product.channels, device) for _ in range(2))
+    weight = _matrix(product.channels, product.inner, device)
+    next_weight = _matrix(product.next_inner, product.channels, device)
+    moments = BatchNorm(product.inner).to(device).moments(x)
+    u, g = normalize_add(x, moments), torch.empty_like(y)
+    z, squares = _multiply(u, weight), square_sums(x, moments)
+    behind = BatchNorm(product.channels).to(device).moments(z)
+
+    def go_back() -> object:
+        (sums,), d_next_weight = product_sums(
+            dz, next_weight, more_dy, y, [Normed(y, behind)], g, Made(x, moments, weight)
+        )
+        _, own_sums, d_weight = tail_gradients(g, behind, sums.line, weight, x, moments, squares)
+        return sums.d_gamma, own_sums.d_gamma, d_weight, d_next_weight
+
+    def go_back_apart() -> object:
+        sums = gradient_sums(_multiply_back(dz, next_weight), more_dy, z, behind, mask_from=y, g=g)
+        d_next_weight = (_rows(dz).t() @ _rows(y)).view_as(next_weight)
+        d_z = input_gradient(g, z, behind, sums.line, masked=True)
+        own_sums = gradient_sums(_multiply_back(d_z, weight), None, x, moments, mask_from=x)
+        d_weight = (_rows(d_z).t() @ _rows(u)).view_as(weight)
+        return sums.d_gamma, own_sums.d_gamma, d_weight, d_next_weight
+
+    return go_back, go_back_apart
 
 
 def measure_products(products: Counter[Product], bytes_per_s: float, console: Console) -> Iterator[Row]:
     """Each product, ours and apart."""
     for product, count in products.items():
-        kind, _, inner, channels, side = product
+        kind, _, inner, channels, side, _ = product
         console.print(f"  {kind}, {inner} → {channels}, {side} × {side}", highlight=False)
         num_copies = count_copies(HALF_BYTES * product.batch * side**2 * channels)
         copies = [build_launches(product, torch.device("cuda")) for _ in range(num_copies)]
@@ -138,8 +285,8 @@ def measure_products(products: Counter[Product], bytes_per_s: float, console: Co
 
 
 def draw_table(rows: list[Row]) -> Table:
-    """The rows, with how far each is from its floor and how much longer the two apart take."""
-    table = Table(box=None, header_style="bold", title="1×1 convolutions that do a norm's sums on the way")
+    """The rows, with how far each is from its floor and how much longer it takes apart."""
+    table = Table(box=None, header_style="bold", title="1×1 convolutions that do a norm's work on the way")
     table.add_column("pass")
     for heading in ("shape", "count", "µs", "floor µs", "× floor", "apart µs", "ratio"):
         table.add_column(heading, justify="right")

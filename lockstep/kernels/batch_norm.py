@@ -84,32 +84,28 @@ def _stats_kernel(x, partial, num_rows, channels, rows_per_program, BLOCK_M: tl.
 
 
 @triton.jit
-def _add_partials(partial, c, inside, num_chunks, channels, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The two sums of every channel over all chunks."""
+def _add_partials(
+    partial, c, inside, num_chunks, channels, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    WIDTH: tl.constexpr = 2, SECOND: tl.constexpr = 1,
+):  # fmt: skip
+    """Two sums of every channel over all chunks: of the WIDTH that a chunk has, the first and that at SECOND."""
     first = tl.zeros([ROWS, BLOCK_C], tl.float32)
     second = tl.zeros([ROWS, BLOCK_C], tl.float32)
     for chunk in range(0, num_chunks, ROWS):
         chunks = chunk + tl.arange(0, ROWS)
         mask = (chunks < num_chunks)[:, None] & inside[None, :]
-        at = partial + chunks[:, None] * 2 * channels + c[None, :]
+        at = partial + chunks[:, None] * WIDTH * channels + c[None, :]
         first += tl.load(at, mask=mask, other=0.0)
-        second += tl.load(at + channels, mask=mask, other=0.0)
+        second += tl.load(at + SECOND * channels, mask=mask, other=0.0)
     return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
-def _finish_stats_kernel(
-    pivot, partial, gamma, beta, running_mean, running_var, count, moments,
-    num_chunks, num_rows, channels, epsilon, momentum,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+def store_moments(
+    mean, variance, gamma, beta, running_mean, running_var, count, moments,
+    c, inside, num_rows, channels, epsilon, momentum,
 ):  # fmt: skip
-    """Moments of the batch from the partial sums around `pivot`; the running statistics follow."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    inside = c < channels
-    first, second = _add_partials(partial, c, inside, num_chunks, channels, ROWS, BLOCK_C)
-    offset = first / num_rows
-    mean = load_pivot(pivot, c, inside) + offset
-    variance = tl.maximum(second / num_rows - offset * offset, 0.0)
+    """Moments of the batch from its mean and variance; the running statistics follow."""
     inverse = 1.0 / tl.sqrt(variance + epsilon)
     scale = tl.load(gamma + c, mask=inside, other=0.0) * inverse
     tl.store(moments + c, mean, mask=inside)
@@ -124,6 +120,25 @@ def _finish_stats_kernel(
     tl.store(running_var + c, old_var + momentum * (unbiased - old_var), mask=inside)
     if tl.program_id(0) == 0:
         tl.store(count, tl.load(count) + 1)
+
+
+@triton.jit
+def _finish_stats_kernel(
+    pivot, partial, gamma, beta, running_mean, running_var, count, moments,
+    num_chunks, num_rows, channels, epsilon, momentum,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The batch's mean and variance from the partial sums around `pivot`, for `store_moments`."""
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = c < channels
+    first, second = _add_partials(partial, c, inside, num_chunks, channels, ROWS, BLOCK_C)
+    offset = first / num_rows
+    mean = load_pivot(pivot, c, inside) + offset
+    variance = tl.maximum(second / num_rows - offset * offset, 0.0)
+    store_moments(
+        mean, variance, gamma, beta, running_mean, running_var, count, moments,
+        c, inside, num_rows, channels, epsilon, momentum,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -170,10 +185,14 @@ def _load_gradient(dy, more_dy, x, y, at, mask, scale, shift, MASK: tl.constexpr
 
 @triton.jit
 def _sums_kernel(
-    dy, more_dy, x, y, moments, g_out, partial, num_rows, channels, rows_per_program,
-    MASK: tl.constexpr, MORE: tl.constexpr, WRITE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    dy, more_dy, x, y, moments, also_x, also_moments, g_out, partial, num_rows, channels, rows_per_program,
+    MASK: tl.constexpr, MORE: tl.constexpr, ALSO: tl.constexpr, WRITE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of g and g·(x − mean), g being dy behind ReLU; MASK 0: no ReLU, 1: from x, 2: from y."""
+    """Partial sums of g and g·(x − mean), g being dy behind ReLU; MASK 0: no ReLU, 1: from x, 2: from y.
+
+    ALSO: the latter sum of a second norm that g goes to, too.
+    """
     chunk = tl.program_id(0)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
@@ -184,6 +203,9 @@ def _sums_kernel(
     stop = tl.minimum(start + rows_per_program, num_rows)
     first = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     second = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    if ALSO:
+        third = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        also_mean = tl.load(also_moments + c, mask=inside, other=0.0)
     for row in range(start, stop, 2 * BLOCK_M):
         rows = row + tl.arange(0, BLOCK_M)
         mask = (rows < stop)[:, None] & inside[None, :]
@@ -197,19 +219,26 @@ def _sums_kernel(
             tl.store(g_out + next_at, next_g, mask=next_mask)
         first += g + next_g
         second += g * (value - mean[None, :]) + next_g * (next_value - mean[None, :])
-    out = partial + chunk * 2 * channels + c
+        if ALSO:
+            value = tl.load(also_x + at, mask=mask, other=0.0).to(tl.float32)
+            next_value = tl.load(also_x + next_at, mask=next_mask, other=0.0).to(tl.float32)
+            third += g * (value - also_mean[None, :]) + next_g * (next_value - also_mean[None, :])
+    out = partial + chunk * (3 if ALSO else 2) * channels + c
     tl.store(out, tl.sum(first, 0), mask=inside)
     tl.store(out + channels, tl.sum(second, 0), mask=inside)
+    if ALSO:
+        tl.store(out + 2 * channels, tl.sum(third, 0), mask=inside)
 
 
 @triton.jit
 def _finish_sums_kernel(
-    partial, moments, d_gamma, d_beta, line, num_chunks, num_rows, channels, ROWS: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    partial, moments, d_gamma, d_beta, line, num_chunks, num_rows, channels,
+    WIDTH: tl.constexpr, SECOND: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Gradients of γ and β, and the line dx = a·g + b·(x − mean) + c of every channel as rows a, b, c."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
-    first, second = _add_partials(partial, c, inside, num_chunks, channels, ROWS, BLOCK_C)
+    first, second = _add_partials(partial, c, inside, num_chunks, channels, ROWS, BLOCK_C, WIDTH, SECOND)
     inverse = tl.load(moments + channels + c, mask=inside, other=0.0)
     scale = tl.load(moments + 2 * channels + c, mask=inside, other=0.0)
     tl.store(d_gamma + c, second * inverse, mask=inside)
@@ -220,27 +249,38 @@ def _finish_sums_kernel(
 
 
 @triton.jit
+def _gradient(g, value, moments, line, c, inside, channels):
+    """dx = a·g + b·(x − mean) + c."""
+    mean = tl.load(moments + c, mask=inside, other=0.0)
+    a = tl.load(line + c, mask=inside, other=0.0)
+    b = tl.load(line + channels + c, mask=inside, other=0.0)
+    constant = tl.load(line + 2 * channels + c, mask=inside, other=0.0)
+    return a[None, :] * g + b[None, :] * (value - mean[None, :]) + constant[None, :]
+
+
+@triton.jit
 def _gradient_kernel(
-    g, x, moments, line, dx, num_rows, channels, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """dx = a·g + b·(x − mean) + c; with MASK g is still before ReLU."""
+    g, x, moments, line, dx, also_x, also_moments, also_line, also_dx, num_rows, channels,
+    MASK: tl.constexpr, ALSO: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a norm's input from g, with MASK still before ReLU; ALSO that of a second norm's."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = c < channels
     mask = (rows < num_rows)[:, None] & inside[None, :]
     offsets = rows.to(tl.int64)[:, None] * channels + c[None, :]
-    mean = tl.load(moments + c, mask=inside, other=0.0)
-    a = tl.load(line + c, mask=inside, other=0.0)
-    b = tl.load(line + channels + c, mask=inside, other=0.0)
-    constant = tl.load(line + 2 * channels + c, mask=inside, other=0.0)
     gradient = tl.load(g + offsets, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ALSO:
+        also_value = tl.load(also_x + offsets, mask=mask, other=0.0).to(tl.float32)
     if MASK:
         scale = tl.load(moments + 2 * channels + c, mask=inside, other=0.0)
         shift = tl.load(moments + 3 * channels + c, mask=inside, other=0.0)
         gradient = tl.where(value * scale[None, :] + shift[None, :] > 0.0, gradient, 0.0)
-    result = a[None, :] * gradient + b[None, :] * (value - mean[None, :]) + constant[None, :]
-    tl.store(dx + offsets, result, mask=mask)
+    tl.store(dx + offsets, _gradient(gradient, value, moments, line, c, inside, channels), mask=mask)
+    if ALSO:
+        also = _gradient(gradient, also_value, also_moments, also_line, c, inside, channels)
+        tl.store(also_dx + offsets, also, mask=mask)
 
 
 class Walk(NamedTuple):
@@ -340,6 +380,13 @@ class Sums(NamedTuple):
     line: Tensor
 
 
+class Normed(NamedTuple):
+    """A norm's input and its moments."""
+
+    x: Tensor
+    moments: Tensor
+
+
 def gradient_sums(
     dy: Tensor, more_dy: Tensor | None, x: Tensor, moments: Tensor, mask_from: Tensor | None, g: Tensor | None = None
 ) -> Sums:
@@ -347,25 +394,34 @@ def gradient_sums(
 
     With `g` the masked gradient is also written there.
     """
+    return join_sums(dy, more_dy, [Normed(x, moments)], mask_from, g)[0]
+
+
+def join_sums(
+    dy: Tensor, more_dy: Tensor | None, norms: list[Normed], mask_from: Tensor | None, g: Tensor | None = None
+) -> list[Sums]:
+    """`gradient_sums` of one norm, or of two that were added before ReLU."""
+    (x, moments), (also_x, also_moments) = norms[0], norms[-1]
     walk = plan_reduction(x, GRADIENT_SUMS)
-    partial = torch.empty(walk.num_chunks, 2, walk.channels, dtype=torch.float32, device=x.device)
+    partial = torch.empty(walk.num_chunks, 1 + len(norms), walk.channels, dtype=torch.float32, device=x.device)
     _sums_kernel[walk.num_chunks, walk.tiles[1]](
         dy, dy if more_dy is None else more_dy, x, x if mask_from is None else mask_from, moments,
-        dy if g is None else g, partial, walk.rows, walk.channels, walk.rows_per_chunk,
-        MASK=0 if mask_from is None else 1 if mask_from is x else 2, MORE=more_dy is not None, WRITE=g is not None,
+        also_x, also_moments, dy if g is None else g, partial, walk.rows, walk.channels, walk.rows_per_chunk,
+        MASK=0 if mask_from is None else 1 if mask_from is x else 2,
+        MORE=more_dy is not None, ALSO=len(norms) > 1, WRITE=g is not None,
         **walk.options,
     )  # fmt: skip
-    return finish_sums(partial, moments, walk.rows)
+    return [finish_sums(partial, norm.moments, walk.rows, second) for second, norm in enumerate(norms, 1)]
 
 
-def finish_sums(partial: Tensor, moments: Tensor, num_rows: int) -> Sums:
-    """Add up what the programs of a reduction left."""
-    num_chunks, _, channels = partial.shape
+def finish_sums(partial: Tensor, moments: Tensor, num_rows: int, second: int = 1) -> Sums:
+    """Add up what the programs of a reduction left, of two sums a chunk or, of more, the first and `second`."""
+    num_chunks, width, channels = partial.shape
     d_gamma, d_beta, line = (
         torch.empty(rows, channels, dtype=torch.float32, device=partial.device) for rows in (1, 1, 3)
     )
     _finish_sums_kernel[(triton.cdiv(channels, FINAL_CHANNELS),)](
-        partial, moments, d_gamma, d_beta, line, num_chunks, num_rows, channels,
+        partial, moments, d_gamma, d_beta, line, num_chunks, num_rows, channels, WIDTH=width, SECOND=second,
         ROWS=min(FINAL_ROWS, triton.next_power_of_2(num_chunks)), BLOCK_C=FINAL_CHANNELS, num_warps=8,
     )  # fmt: skip
     return Sums(d_gamma[0], d_beta[0], line)
@@ -373,10 +429,20 @@ def finish_sums(partial: Tensor, moments: Tensor, num_rows: int) -> Sums:
 
 def input_gradient(g: Tensor, x: Tensor, moments: Tensor, line: Tensor, masked: bool) -> Tensor:
     """The gradient of a norm's input; unless `masked`, ReLU's mask is worked out from x."""
-    walk = plan_walk(x, POINTWISE)
-    dx = torch.empty_like(x)
+    return _input_gradients(g, [Normed(x, moments)], [line], masked)[0]
+
+
+def join_gradients(g: Tensor, norms: list[Normed], sums: list[Sums]) -> list[Tensor]:
+    """The gradients of the inputs of one norm, or of two that were added, from that behind ReLU."""
+    return _input_gradients(g, norms, [part.line for part in sums], masked=True)
+
+
+def _input_gradients(g: Tensor, norms: list[Normed], lines: list[Tensor], masked: bool) -> list[Tensor]:
+    walk = plan_walk(norms[0].x, POINTWISE)
+    results = [torch.empty_like(norm.x) for norm in norms]
     _gradient_kernel[walk.tiles](
-        g, x, moments, line, dx, walk.rows, walk.channels, MASK=not masked,
+        g, *norms[0], lines[0], results[0], *norms[-1], lines[-1], results[-1], walk.rows, walk.channels,
+        MASK=not masked, ALSO=len(norms) > 1,
         **walk.options,
     )  # fmt: skip
-    return dx
+    return results

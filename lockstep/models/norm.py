@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 if TYPE_CHECKING:  # Triton, which it needs, may not be there
-    from lockstep.kernels.batch_norm import Sums
+    from lockstep.kernels.batch_norm import Normed
 
 # The same values twice, for the next convolution and for the shortcut: their gradients come back apart, and the norm
 # behind adds them where it reads them anyway.
@@ -45,15 +45,13 @@ class BatchNorm(nn.BatchNorm2d):
     def add_relu(self, x: Tensor, shortcut: Tensor, shortcut_norm: "BatchNorm | None" = None) -> Pair:
         """relu(norm(x) + shortcut), the shortcut through its own norm where it has one."""
         if self._is_fused:
-            return self.join_relu(Summed(x), shortcut_norm, Summed(shortcut))
+            extra = (shortcut_norm.weight, shortcut_norm.bias) if shortcut_norm else (None, None)
+            operands = (self, x, shortcut_norm, shortcut, self.weight, self.bias, *extra)
+            pair: Pair = _NormAddRelu.apply(*operands)  # type: ignore[no-untyped-call]
+            return pair
         shortcut = shortcut_norm(shortcut) if shortcut_norm else shortcut
         y = functional.relu_(self.plain(x).add_(shortcut))
         return y, y
-
-    def join_relu(self, x: Summed, shortcut_norm: "BatchNorm | None", shortcut: Summed) -> Pair:
-        """`add_relu` by the fused kernels."""
-        pair: Pair = _NormAddRelu.apply(*join_operands(self, x, shortcut_norm, shortcut))  # type: ignore[no-untyped-call]
-        return pair
 
     def relu_pool(self, x: Tensor, padding: int = 1) -> Pair:
         """The largest of relu(norm(x)) over 3 × 3 pixels, at stride 2."""
@@ -71,8 +69,22 @@ class BatchNorm(nn.BatchNorm2d):
         """Mean, 1/σ, scale and shift of this batch; the running statistics follow."""
         from lockstep.kernels.batch_norm import batch_moments
 
+        return batch_moments(x, *self._state, partial)
+
+    def product_moments(self, squares: Tensor, weight: Tensor, num_rows: int) -> Tensor:
+        """`moments` of a 1×1 convolution that is not there, from the `square_sums` of what goes into it."""
+        from lockstep.kernels.tail import product_moments
+
+        return product_moments(squares, weight, *self._state, num_rows)
+
+    @property
+    def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, float]:
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
         statistics = (self.running_mean, self.running_var, self.num_batches_tracked)
-        return batch_moments(x, self.weight, self.bias, *statistics, self.eps, self.momentum, partial)  # type: ignore[arg-type]
+        return self.weight, self.bias, *statistics, self.eps, self.momentum
 
 
 class BatchNormRelu(BatchNorm):
@@ -116,49 +128,38 @@ class _NormRelu(torch.autograd.Function):
         return dx, None, None, sums.d_gamma, sums.d_beta
 
 
-def join_operands(norm: BatchNorm, x: Summed, shortcut_norm: BatchNorm | None, shortcut: Summed) -> tuple[Any, ...]:
-    """What an autograd function around `join` takes; `part_gradients` gives as many gradients."""
-    extra = (shortcut_norm.weight, shortcut_norm.bias) if shortcut_norm else (None, None)
-    return norm, shortcut_norm, *x, *shortcut, norm.weight, norm.bias, *extra
-
-
 def join(
-    norm: BatchNorm,
-    shortcut_norm: BatchNorm | None,
-    x: Tensor,
-    partial: Tensor | None,
-    shortcut: Tensor,
-    shortcut_partial: Tensor | None,
-    *parameters: Tensor,
+    norm: BatchNorm, x: Summed, shortcut_norm: BatchNorm | None, shortcut: Summed
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """y = relu(norm(x) + shortcut), and what `part_gradients` needs."""
+    """y = relu(norm(x) + shortcut), the shortcut through its own norm where it has one, and what the way back needs."""
     from lockstep.kernels.batch_norm import normalize_add
 
-    x, shortcut = dense(x), dense(shortcut)
-    moments = norm.moments(x, partial)
-    shortcut_moments = shortcut_norm.moments(shortcut, shortcut_partial) if shortcut_norm else None
-    y = normalize_add(x, moments, shortcut, shortcut_moments)
-    return y, (x, y, moments, *((shortcut, shortcut_moments) if shortcut_moments is not None else ()))
+    values, other = dense(x.values), dense(shortcut.values)
+    moments = norm.moments(values, x.partial)
+    other_moments = shortcut_norm.moments(other, shortcut.partial) if shortcut_norm else None
+    y = normalize_add(values, moments, other, other_moments)
+    return y, (values, y, moments, *((other, other_moments) if other_moments is not None else ()))
 
 
-def part_gradients(saved: tuple[Tensor, ...], g: Tensor, sums: "Sums") -> tuple[Tensor | None, ...]:
-    """The gradients of `join_operands` from that of the sum, g, which is the shortcut's own where it has no norm."""
-    from lockstep.kernels.batch_norm import gradient_sums, input_gradient
+def joined_norms(saved: tuple[Tensor, ...]) -> list["Normed"]:
+    """The norm, or the two, whose outputs `join` added."""
+    from lockstep.kernels.batch_norm import Normed
 
     x, _, moments, *of_shortcut = saved
-    dx = input_gradient(g, x, moments, sums.line, masked=True)
-    if not of_shortcut:
-        return None, None, dx, None, g, None, sums.d_gamma, sums.d_beta, None, None
-    shortcut, shortcut_moments = of_shortcut
-    more = gradient_sums(g, None, shortcut, shortcut_moments, mask_from=None)
-    d_shortcut = input_gradient(g, shortcut, shortcut_moments, more.line, masked=True)
-    return None, None, dx, None, d_shortcut, None, sums.d_gamma, sums.d_beta, more.d_gamma, more.d_beta
+    return [Normed(x, moments), *([Normed(*of_shortcut)] if of_shortcut else [])]
 
 
 class _NormAddRelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *operands: Any) -> Pair:
-        y, saved = join(*operands)
+    def forward(
+        ctx: Any,
+        norm: BatchNorm,
+        x: Tensor,
+        shortcut_norm: BatchNorm | None,
+        shortcut: Tensor,
+        *parameters: Tensor | None,
+    ) -> Pair:
+        y, saved = join(norm, Summed(x), shortcut_norm, Summed(shortcut))
         ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         return y, y.detach()
@@ -166,13 +167,16 @@ class _NormAddRelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, more_dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from lockstep.kernels.batch_norm import gradient_sums
+        from lockstep.kernels.batch_norm import join_gradients, join_sums
 
-        x, y, moments, *_ = ctx.saved_tensors
+        norms, y = joined_norms(ctx.saved_tensors), ctx.saved_tensors[1]
         dy, more_dy = _two_gradients(dy, more_dy)
-        g = torch.empty_like(x)
-        sums = gradient_sums(dy, more_dy, x, moments, mask_from=y, g=g)
-        return part_gradients(ctx.saved_tensors, g, sums)
+        g = torch.empty_like(y)
+        sums = join_sums(dy, more_dy, norms, y, g)
+        dx, *of_shortcut = join_gradients(g, norms, sums)
+        parameters = [gradient for part in sums for gradient in (part.d_gamma, part.d_beta)]
+        # Without a norm of its own, the shortcut's gradient is that of the sum.
+        return None, dx, None, *(of_shortcut or [g]), *parameters, *([] if of_shortcut else [None, None])
 
 
 class _NormReluPool(torch.autograd.Function):

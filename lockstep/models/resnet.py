@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lockstep.models.chain import Pointwise, convolve, join_convolve
+from lockstep.models.chain import Pointwise, Tail, convolve
 from lockstep.models.norm import BatchNorm, Pair, Summed
 
 StemName = Literal["imagenet", "cifar"]
@@ -106,16 +106,13 @@ class Bottleneck(nn.Module):
 
     def chain(self, z: Summed, shortcut: Tensor, following: "Bottleneck | None") -> tuple[Summed, Tensor]:
         """`forward` from behind the first convolution to behind that of the block that follows, fused across both."""
-        x = self.bn2.relu(self.conv2(self.bn1.relu(*z)))
-        out = convolve(self.conv3, x, self.bn3)
+        x = self.conv2(self.bn1.relu(*z))
         way, norm = Summed(shortcut), None
         if self.downsample is not None:
             convolution, norm = _take_apart(self.downsample)
             way = convolve(convolution, shortcut, norm)
-        if following is not None:
-            return join_convolve(self.bn3, out, norm, way, following.conv1, following.bn1)
-        _, y = self.bn3.join_relu(out, norm, way)
-        return Summed(y), y
+        following_parts = (following.conv1, following.bn1) if following else (None, None)
+        return Tail(self.bn2, self.conv3, self.bn3, norm, *following_parts).run(x, way)
 
 
 def run_chain(blocks: list[Bottleneck], pair: Pair) -> Tensor:

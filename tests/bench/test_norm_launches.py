@@ -44,9 +44,9 @@ def test_the_passes_in_order_are_the_whole_norm(use: Use) -> None:
     y, gradients = run_whole(use, arrays, fused=False)
     [forward] = [result for part, result in zip(passes, results, strict=True) if part.name.startswith("normalise")]
     torch.testing.assert_close(forward[0], y)
-    found = [result[0] for part, result in zip(passes, results, strict=True) if "input gradient" in part.name]
+    [found] = [result for part, result in zip(passes, results, strict=True) if "input gradient" in part.name]
     expected = gradients if use.kind == ADD_NORM else gradients[:1]  # else the shortcut's is written on the way
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[: len(expected)], expected)
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.kind}, {use.num_gradients}")

@@ -58,11 +58,11 @@ P = 2 * 3 * 4 * 4  # behind a pool with a border
         # x; x, shortcut, y. Then dy, x, y, g; g, x, dx.
         (Use(ADD, 2, 3, 8), 2 * (N + 3 * N), 2 * (4 * N + 3 * N)),
         (Use(ADD, 2, 3, 8, num_gradients=2), 2 * (N + 3 * N), 2 * (5 * N + 3 * N)),
-        # The shortcut's own statistics; its own sums over g and itself, its own gradient.
-        (Use(ADD_NORM, 2, 3, 8, num_gradients=2), 2 * (2 * N + 3 * N), 2 * (5 * N + 3 * N + 2 * N + 3 * N)),
-        # x; x, pooled, winner. Then dy, winner, x, g; g, x, dx.
-        (Use(POOL, 2, 3, 8, padding=1), 2 * (N + N + P) + P, 2 * (P + 2 * N + 3 * N) + P),
-        (Use(POOL, 2, 3, 8, padding=1, num_gradients=2), 2 * (N + N + P) + P, 2 * (2 * P + 2 * N + 3 * N) + P),
+        # The shortcut's own statistics; the shortcut besides for its sums, and besides with its own gradient.
+        (Use(ADD_NORM, 2, 3, 8, num_gradients=2), 2 * (2 * N + 3 * N), 2 * (5 * N + N + 3 * N + 2 * N)),
+        # x; x, pooled, winner. Then dy, winner, x; dy, winner, x, dx.
+        (Use(POOL, 2, 3, 8, padding=1), 2 * (N + N + P) + P, 2 * (P + N + P + 2 * N) + 2 * P),
+        (Use(POOL, 2, 3, 8, padding=1, num_gradients=2), 2 * (N + N + P) + P, 2 * (2 * P + N + 2 * P + 2 * N) + 2 * P),
     ],
 )
 def test_bytes_are_those_of_every_array_once_a_pass(use: Use, forward: int, backward: int) -> None:

@@ -1,0 +1,152 @@
+"""The end of a block without its largest array, against PyTorch in FP64, under Triton's interpreter."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.models import set_fused
+from lockstep.models.chain import Pointwise, Tail
+from lockstep.models.norm import BatchNorm, Summed
+
+pytest.importorskip("triton")
+
+from lockstep.kernels.tail import square_sums, suits_tail, tail_gradients
+
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class Shape(NamedTuple):
+    """Images, height, width; channels before the convolution, behind it and behind the next."""
+
+    count: int
+    height: int
+    width: int
+    inner: int
+    channels: int
+    next_inner: int
+
+
+# Tiles that end with the rows and tiles that do not, every number of channels.
+SHAPES = [Shape(2, 8, 8, 64, 256, 64), Shape(3, 5, 7, 64, 256, 128), Shape(1, 3, 7, 64, 128, 256)]
+
+
+def random_images(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: str) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def build_tail(shape: Shape, projected: bool, size: float) -> Tail:
+    """With parameters and running statistics of all kinds; `size` is that of the last norm's γ."""
+    convolution = Pointwise(shape.inner, shape.channels, 1, bias=False)
+    next_convolution = Pointwise(shape.channels, shape.next_inner, 1, bias=False)
+    norms = [BatchNorm(channels) for channels in (shape.inner, shape.channels, shape.channels, shape.next_inner)]
+    random = torch.Generator().manual_seed(4)
+    for norm in norms:
+        for values in (norm.weight.data, norm.bias.data, norm.running_mean):
+            assert values is not None
+            values.normal_(generator=random)
+    norms[1].weight.data *= size
+    return Tail(norms[0], convolution, norms[1], norms[2] if projected else None, next_convolution, norms[3])
+
+
+def collect(tail: Tail, x: Tensor, shortcut: Tensor, z: Tensor, y: Tensor, dz: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """What comes out both ways, and the running statistics."""
+    torch.autograd.backward([z, y], [dz.to(z.dtype), dy.to(y.dtype)])
+    seen = {"z": z, "y": y, "dx": x.grad, "d_shortcut": shortcut.grad}
+    for name, module in tail._asdict().items():
+        if module is not None and name != "next_norm":
+            seen |= {f"{name}.{key}": parameter.grad for key, parameter in module.named_parameters()}
+            seen |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
+    found = {}
+    for name, values in seen.items():
+        assert values is not None, name
+        found[name] = values.detach().double()
+    return found
+
+
+def run_plain(tail: Tail, x: Tensor, shortcut: Tensor, dz: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """By PyTorch's own operations, in the precision of the tensors given."""
+    x, shortcut = x.clone().requires_grad_(), shortcut.clone().requires_grad_()
+    out = tail.last_norm(tail.convolution(tail.norm(x).relu()))
+    y = (out + (tail.shortcut_norm(shortcut) if tail.shortcut_norm else shortcut)).relu()
+    assert tail.next_convolution is not None
+    return collect(tail, x, shortcut, tail.next_convolution(y), y, dz, dy)
+
+
+def run_fused(tail: Tail, x: Tensor, shortcut: Tensor, dz: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x, shortcut = x.clone().requires_grad_(), shortcut.clone().requires_grad_()
+    for module in tail:
+        if module is not None:
+            set_fused(module, True)
+    (z, partial), y = tail.run(x, Summed(shortcut))
+    assert partial is None or not partial.requires_grad
+    return collect(tail, x, shortcut, z, y, dz, dy)
+
+
+def check_tail(shape: Shape, dtype: torch.dtype, projected: bool, size: float, device: str = "cpu") -> None:
+    """As near to FP64 as PyTorch's own operations in half precision, or nearer."""
+    count, height, width, inner, channels, next_inner = shape
+    x = random_images((count, inner, height, width), 0, dtype, device)
+    shortcut, dy = (random_images((count, channels, height, width), seed, dtype, device) for seed in (1, 2))
+    dz = random_images((count, next_inner, height, width), 3, dtype, device)
+    seen = []
+    for precision, run in ((torch.float64, run_plain), (dtype, run_plain), (dtype, run_fused)):
+        tail = build_tail(shape, projected, size)
+        for module in tail:
+            if module is not None:
+                # Weights in half precision, norms in FP32: as a network has them. In FP64 the same values.
+                module.to(device, torch.float32 if isinstance(module, nn.BatchNorm2d) else dtype)
+                if precision == torch.float64:
+                    module.double()
+        given = [values.to(precision) for values in (x, shortcut, dz, dy)]
+        seen.append(run(tail, *given))
+    exact, plain, ours = seen
+    assert ours.keys() == exact.keys()
+    for name, truth in exact.items():
+        error, allowed = (ours[name] - truth).norm(), 1.5 * (plain[name] - truth).norm()
+        assert error <= allowed + 2e-4 * truth.norm() + 1e-6, name
+
+
+# The interpreter's products know no bfloat16; on a GPU both are tested. The last norm's γ starts at zero and grows.
+@pytest.mark.parametrize("projected", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_as_near_to_fp64_as_pytorch(shape: Shape, projected: bool) -> None:
+    check_tail(shape, torch.float16, projected, 1.0)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 100.0])
+def test_whatever_the_size_of_the_last_norm(size: float) -> None:
+    check_tail(SHAPES[1], torch.float16, projected=False, size=size)
+
+
+def test_it_takes_the_shapes_of_the_first_stages_and_no_others() -> None:
+    assert suits_tail(torch.float16, 64, 256, 64)
+    assert suits_tail(torch.bfloat16, 64, 256, 128)
+    assert not suits_tail(torch.float32, 64, 256, 64)
+    assert not suits_tail(torch.float16, 128, 512, 128)
+    assert not suits_tail(torch.float16, 64, 256, 96)
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow)")
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("where", ["g", "line"])
+def test_what_is_not_finite_comes_through(bad: float, where: str) -> None:
+    x, g = (random_images((2, channels, 4, 4), channels, torch.float16, "cpu") for channels in (64, 256))
+    weight = random_images((256, 64, 1, 1), 2, torch.float16, "cpu")
+    line, behind = torch.randn(3, 256), torch.randn(4, 256)
+    (g[0, :, 0, 0] if where == "g" else line[0])[7] = bad
+    moments = torch.ones(4, 64)  # ReLU lets something through everywhere
+    du, sums, d_weight = tail_gradients(g, behind, line, weight, x, moments, square_sums(x, moments))
+    assert not du.isfinite().all()
+    assert not sums.d_beta.isfinite().all()
+    assert not d_weight.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", [SHAPES[1], Shape(16, 56, 56, 64, 256, 64)])
+def test_on_a_gpu(shape: Shape, dtype: torch.dtype) -> None:
+    check_tail(shape, dtype, projected=False, size=1.0, device="cuda")
+    check_tail(shape, dtype, projected=True, size=1e-2, device="cuda")
