@@ -347,7 +347,7 @@ class TrainConfig(Section):
         default="auto", description="record the step and replay it in one launch, on a GPU; auto: where it is quicker"
     )
     compile: Literal["auto", "off", "whole", "stage", "block"] = Field(
-        default="auto", description="torch.compile the network, on a GPU; auto: tried in runs long enough to earn it"
+        default="auto", description="torch.compile the network; auto: tried on a GPU in runs long enough to earn it"
     )
 
     @model_validator(mode="after")

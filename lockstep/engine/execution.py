@@ -1,8 +1,8 @@
-"""How a GPU executes the step: own kernels, compiled, recorded; chosen by a short measurement before step 0.
+"""How the step is executed: on a GPU by own kernels, compiled, recorded; chosen by a short measurement before step 0.
 
-Every candidate takes whole steps on all ranks, communication included, so that a recording, which sends nothing under
-its backward pass, wins only where there is little to hide. Nothing a trial does stays: weights, momentum, statistics
-and loss scale are put back.
+On a CPU it runs as it is, or compiled where that is asked for. Every candidate takes whole steps on all ranks,
+communication included, so that a recording, which sends nothing under its backward pass, wins only where there is
+little to hide. Nothing a trial does stays: weights, momentum, statistics and loss scale are put back.
 """
 
 import time
@@ -21,10 +21,11 @@ from lockstep.config import RunConfig
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
-from lockstep.engine.step import train_step
+from lockstep.engine.step import split_batch, train_step
 from lockstep.engine.tune import fake_batch
 from lockstep.kernels import has_triton
 from lockstep.models import set_fused
+from lockstep.optim.loss import cross_entropy_sum
 
 Step = Callable[[Batch, float, bool], Tensor]
 Compile = Literal["off", "whole", "stage", "block"]
@@ -63,12 +64,13 @@ PLAIN = Execution()
 
 def choose_execution(config: RunConfig, parts: Parts, world: World, num_steps: int, say: Callable[[str], None]) -> Step:
     """The quickest way to execute the step here, applied to the model; every rank comes to the same answer."""
-    if world.device.type != "cuda":
+    on_gpu = world.device.type == "cuda"
+    if not on_gpu and config.train.compile in ("auto", "off"):
         return partial(train_step, parts)
     batch = fake_batch(config, world)
     count = len(batch.labels)
     start = time.perf_counter()
-    trials = [_try(execution, parts, world, batch) for execution in list_executions(config)]
+    trials = [_try(execution, parts, world, batch) for execution in list_executions(config, on_gpu)]
     best = pick_trial(trials)
     if config.train.compile == "auto" and num_steps * best.seconds > WORTH_COMPILING_S:
         trials += [_try(execution, parts, world, batch) for execution in list_compiled(config)]
@@ -93,10 +95,10 @@ def describe_trials(trials: Sequence[Trial], best: Trial, count: int, seconds: f
     return f"{text}; measured in {seconds:.0f} s."
 
 
-def list_executions(config: RunConfig) -> list[Execution]:
+def list_executions(config: RunConfig, on_gpu: bool = True) -> list[Execution]:
     """What to try first: with and without recording, by own kernels where they may be used; pins leave fewer."""
     train = config.train
-    graphs = {"auto": [False, True], "on": [True], "off": [False]}[train.cuda_graph]
+    graphs = {"auto": [False, True], "on": [True], "off": [False]}[train.cuda_graph] if on_gpu else [False]
     if train.compile in ("whole", "stage", "block"):
         return [Execution(False, graph, train.compile) for graph in graphs]
     fused = has_triton() if train.own_kernels == "auto" else train.own_kernels == "on"
@@ -119,30 +121,58 @@ def _try(execution: Execution, parts: Parts, world: World, batch: Batch) -> Tria
     """Seconds per step of one candidate, the slowest rank's; what fails on one rank fails on all."""
     seconds, failure = float("inf"), ""
     with _put_back(parts):
+        step = apply_execution(execution, parts, len(batch.labels), batch.global_size)
+        if execution.compile != "off":
+            failure = _compile(parts, batch)
+            if world.maximum(torch.tensor([float(bool(failure))])).item():
+                return Trial(execution, seconds, failure or "it failed on another rank.")
         try:
-            step = apply_execution(execution, parts, len(batch.labels), batch.global_size)
             for _ in range(WARM_UP_STEPS + 1):
                 step(batch, 0.0, False)
             seconds = _time(step, batch)
         except Exception as error:  # compilers and drivers raise nearly anything; the plain step always remains
             if world.size > 1:
                 raise  # the other ranks are in the middle of a step
-            failure = " ".join(str(error).split())[:200] or type(error).__name__
+            failure = _shorten(error)
         parts.clock.take()
     slowest = world.maximum(torch.tensor([seconds], dtype=torch.float64)).item()
     return Trial(execution, slowest, failure)
 
 
+def _compile(parts: Parts, batch: Batch) -> str:
+    """Have both passes compiled, alone, so that no other rank waits for one that fails; returns why it does."""
+    part, _ = next(split_batch(len(batch.labels), parts.max_batch_per_rank))
+    try:
+        logits = parts.model(batch.images[part].to(parts.dtype))
+        loss = cross_entropy_sum(logits, batch.labels[part], parts.label_smoothing)
+        torch.autograd.grad(loss, list(parts.model.parameters()))  # no hooks: nothing is sent
+    except Exception as error:
+        return _shorten(error)
+    return ""
+
+
+def _shorten(error: Exception) -> str:
+    """The first line of what it says; what compilers add is for those who write them."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return next(filter(None, lines), type(error).__name__)[:200]
+
+
 def _time(step: Step, batch: Batch) -> float:
     times = []
     for _ in range(3):
-        torch.cuda.synchronize()
+        _wait(batch)
         start = time.perf_counter()
         for _ in range(TRIAL_STEPS):
             step(batch, 0.0, False)
-        torch.cuda.synchronize()
+        _wait(batch)
         times.append((time.perf_counter() - start) / TRIAL_STEPS)
     return median(times)
+
+
+def _wait(batch: Batch) -> None:
+    """Until the device that has the batch is idle."""
+    if batch.images.is_cuda:
+        torch.cuda.synchronize()
 
 
 def apply_execution(execution: Execution, parts: Parts, count: int, global_size: int) -> Step:

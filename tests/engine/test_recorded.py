@@ -29,6 +29,11 @@ from lockstep.optim.schedule import Schedule
 from tests.ranks import run_ranks
 
 
+def compile_without_a_compiler(module: nn.Module) -> None:
+    """Traced as it would be, with nothing behind."""
+    module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+
+
 def tiny(compute: Any, **train: Any) -> RunConfig:
     return RunConfig(
         data=DataConfig(image_size=64),
@@ -65,6 +70,55 @@ def test_on_a_cpu_the_step_is_the_plain_one() -> None:
         side = step(fake_batch(config, world), 0.1, True)
     assert side[LOSS] > 0
     assert said == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+def test_on_a_cpu_it_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", compile_without_a_compiler)
+    config = tiny("fp32", compile="block")
+    said: list[str] = []
+    with join_world(None) as world:
+        parts = build(config, world)
+        before = parts.weights.clone()
+        step = choose_execution(config, parts, world, 10, said.append)
+        assert torch.equal(parts.weights, before)
+        assert any(module._compiled_call_impl is not None for module in parts.model.modules())
+        assert step(fake_batch(config, world), 0.1, False)[LOSS] > 0
+    assert said[0].startswith("The step runs with compiled by block, launched one by one: ")
+
+
+def compile_on_rank_0_only(module: nn.Module) -> None:
+    if torch.distributed.get_rank() > 0:
+        raise_for_want_of_a_compiler(module)
+    else:
+        compile_without_a_compiler(module)
+
+
+def raise_for_want_of_a_compiler(module: nn.Module) -> None:
+    def call(*_: Any) -> None:
+        raise RuntimeError("\nno  C++ compiler was found\nset THIS for a stack trace")
+
+    module._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def choose_where_one_rank_cannot_compile(world: World) -> tuple[list[str], float]:
+    config, said = tiny("fp32", compile="block"), list[str]()
+    parts = build(config, world)
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setattr(nn.Module, "compile", compile_on_rank_0_only)
+        step = choose_execution(config, parts, world, 10, said.append)
+    return said, step(fake_batch(config, world), 0.1, False)[LOSS].item()
+
+
+def test_where_one_rank_cannot_compile_none_does_and_each_says_why() -> None:
+    (first, loss), (second, same_loss) = run_ranks(choose_where_one_rank_cannot_compile, 2)
+    left_out = "The step with compiled by block, launched one by one was left out: "
+    assert first[0] == left_out + "it failed on another rank."
+    assert second[0] == left_out + "no C++ compiler was found"
+    assert first[1] == second[1]
+    assert first[1].startswith("The step runs with PyTorch's kernels, launched one by one, because")
+    assert loss == same_loss > 0
 
 
 def build(config: RunConfig, world: Any) -> Parts:
@@ -154,9 +208,9 @@ def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
 ) -> None:
     compiled: list[nn.Module] = []
 
-    def compile_eagerly(module: nn.Module) -> None:  # traced as for a GPU, but without a compiler behind
+    def compile_eagerly(module: nn.Module) -> None:
         compiled.append(module)
-        module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+        compile_without_a_compiler(module)
 
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
     config = tiny("fp32")
