@@ -25,7 +25,7 @@ MAX_SUMS_MATRIX = 1 << 18
 MAX_INNER_OF_TWO_NORMS = 128  # with a larger matrix the second norm's input finds no room
 # `product_gradients`: a program's share of the matrix's gradient must fit into registers.
 GRADIENT_INNER, GRADIENT_CHANNELS = 64, (64, 128, 256)
-ADDED_CHUNKS, ADDED_VALUES = 32, 128  # of a tile when matrices are added up
+ADDED_CHUNKS, ADDED_VALUES = 32, 64  # of a tile when matrices are added up
 
 
 @triton.jit

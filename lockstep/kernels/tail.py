@@ -215,7 +215,7 @@ def square_sums(x: Tensor, moments: Tensor) -> Tensor:
     num_rows = x.numel() // inner
     num_tiles = triton.cdiv(num_rows, SQUARE_ROWS)
     num_chunks = min(num_tiles, PROCESSORS)
-    share = (inner + 2) * inner  # a little more than it takes: a multiple of what is added up at once
+    share = (inner + 1) * inner
     partial = torch.empty(num_chunks, share, dtype=torch.float32, device=x.device)
     _square_kernel[(num_chunks,)](
         x, moments, partial, num_rows, num_tiles,

@@ -1,6 +1,6 @@
 """The end of a block without its largest array, against PyTorch in FP64, under Triton's interpreter."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -119,6 +119,19 @@ def test_it_is_as_near_to_fp64_as_pytorch(shape: Shape, projected: bool) -> None
 @pytest.mark.parametrize("size", [0.0, 1e-4, 100.0])
 def test_whatever_the_size_of_the_last_norm(size: float) -> None:
     check_tail(SHAPES[1], torch.float16, projected=False, size=size)
+
+
+def test_nothing_is_read_that_nobody_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def empty_of_alarms(*size: Any, **options: Any) -> Tensor:
+        values = empty(*size, **options)
+        if values.dtype == torch.float32:
+            values.view(torch.int32).fill_(0x7FA00000)  # a NaN that the processor warns of
+        return values
+
+    monkeypatch.setattr(torch, "empty", empty_of_alarms)
+    check_tail(SHAPES[1], torch.float16, projected=True, size=1.0)
 
 
 def test_it_takes_the_shapes_of_the_first_stages_and_no_others() -> None:
