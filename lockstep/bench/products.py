@@ -230,7 +230,7 @@ def _tail_launches(product: Product, device: torch.device) -> tuple[Launch, Laun
     num_rows = x.numel() // product.inner
 
     def join() -> Tensor:
-        behind = norm.product_moments(square_sums(x, moments), weight, num_rows)
+        behind = norm.product_moments(square_sums(x, moments), moments, weight, num_rows)
         return product_join(x, moments, weight, behind, shortcut, None)
 
     def join_apart() -> Tensor:
@@ -258,7 +258,7 @@ def _tail_back_launches(product: Product, device: torch.device) -> tuple[Launch,
         (sums,), d_next_weight = product_sums(
             dz, next_weight, more_dy, y, [Normed(y, behind)], g, Made(x, moments, weight)
         )
-        _, own_sums, d_weight = tail_gradients(g, behind, sums.line, weight, x, moments, squares)
+        _, own_sums, d_weight = tail_gradients(g, sums, weight, x, moments, squares)
         return sums.d_gamma, own_sums.d_gamma, d_weight, d_next_weight
 
     def go_back_apart() -> object:

@@ -121,12 +121,13 @@ def _try(execution: Execution, parts: Parts, world: World, batch: Batch) -> Tria
     """Seconds per step of one candidate, the slowest rank's; what fails on one rank fails on all."""
     seconds, failure = float("inf"), ""
     with _put_back(parts):
-        step = apply_execution(execution, parts, len(batch.labels), batch.global_size)
         if execution.compile != "off":
-            failure = _compile(parts, batch)
+            failure = _compile(execution, parts, batch)
+            parts.clock.take()
             if world.maximum(torch.tensor([float(bool(failure))])).item():
                 return Trial(execution, seconds, failure or "it failed on another rank.")
         try:
+            step = apply_execution(execution, parts, len(batch.labels), batch.global_size)
             for _ in range(WARM_UP_STEPS + 1):
                 step(batch, 0.0, False)
             seconds = _time(step, batch)
@@ -139,13 +140,15 @@ def _try(execution: Execution, parts: Parts, world: World, batch: Batch) -> Tria
     return Trial(execution, slowest, failure)
 
 
-def _compile(parts: Parts, batch: Batch) -> str:
+def _compile(execution: Execution, parts: Parts, batch: Batch) -> str:
     """Have both passes compiled, alone, so that no other rank waits for one that fails; returns why it does."""
-    part, _ = next(split_batch(len(batch.labels), parts.max_batch_per_rank))
+    by_size = {part.stop - part.start: part for part, _ in split_batch(len(batch.labels), parts.max_batch_per_rank)}
     try:
-        logits = parts.model(batch.images[part].to(parts.dtype))
-        loss = cross_entropy_sum(logits, batch.labels[part], parts.label_smoothing)
-        torch.autograd.grad(loss, list(parts.model.parameters()))  # no hooks: nothing is sent
+        apply_execution(execution, parts, len(batch.labels), batch.global_size)
+        for part in by_size.values():
+            logits = parts.model(batch.images[part].to(parts.dtype))
+            loss = cross_entropy_sum(logits, batch.labels[part], parts.label_smoothing)
+            torch.autograd.grad(loss, list(parts.model.parameters()))  # no hooks: nothing is sent
     except Exception as error:
         return _shorten(error)
     return ""

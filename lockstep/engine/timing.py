@@ -33,6 +33,8 @@ class Clock:
         for kind, now in self._marks:
             seconds[kind] += _elapsed(self._last, now)
             self._last = now
+        if not self._marks:  # whatever has passed is nobody's
+            self._last = self._now()
         self._marks.clear()
         return seconds
 

@@ -1,9 +1,9 @@
 """The end of a block, y = relu(norm(convolution(relu(norm(x)))) + shortcut), of which only y is written: step 6.
 
-The convolution is 1×1, z = u·weightᵀ with u = relu(norm(x)). z is four times as large as x, and all that needs it can
-be had from x and small matrices:
+The convolution is 1×1, z = u·weightᵀ with u = relu(norm(x)). In a ResNet z is four times as large as x, and all that
+needs it can be had from x and small matrices:
 
-    forward    mean and variance of z from the sum of u and from uᵀ·u    `square_sums`, `product_moments`
+    forward    mean and variance of z from those of u                    `square_sums`, `product_moments`
                y from x and the shortcut in one pass                     `product_join`
     backward   g behind the last ReLU and its sums, z made again         `product_sums` of `pointwise_back.py`
                from g and x the gradient of u behind its ReLU, with its  `tail_gradients`
@@ -11,8 +11,8 @@ be had from x and small matrices:
 
 The gradient of z is a·g + b·(z − mean) + c with a, b and c of each channel. Neither it nor z need be there, because
 
-    dz·weight = g·(a ∘ weight) + u·(weightᵀ·(b ∘ weight)) + (c − b·mean)·weight
-    dzᵀ·u = a ∘ (gᵀ·u) + b ∘ (weight·(uᵀ·u)) + (c − b·mean)·(sum of u)
+    dz·weight = g·(a ∘ weight) + u·(weightᵀ·(b ∘ weight)) + a constant that makes the sum over the rows 0
+    dzᵀ·u = a ∘ (gᵀ·u) + M·(b ∘ (weight·covariance of u) + c·(mean of u)),  M being the number of rows
 """
 
 from typing import NamedTuple
@@ -33,15 +33,22 @@ SMALL_ROWS, SMALL_COLUMNS = 32, 16  # of a tile of the small matrices
 SQUARE_ROWS = 128
 
 
+@triton.jit
+def _load_pivot(moments, k, K: tl.constexpr):
+    """About what u is on average, as a half number: relu(β), β being what the norm adds."""
+    return tl.maximum(tl.load(moments + 3 * K + k) + tl.load(moments + k) * tl.load(moments + 2 * K + k), 0.0)
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _square_kernel(
     x, moments, partial, num_rows, num_tiles,
     K: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of uᵀ·u and of u = relu(norm(x))."""
+    """Partial sums of vᵀ·v and of v, which is u = relu(norm(x)) less its pivot: no cancellation far from zero."""
     chunk = tl.program_id(0)
     k = tl.arange(0, K)
     scale, shift = tl.load(moments + 2 * K + k), tl.load(moments + 3 * K + k)
+    pivot = _load_pivot(moments, k, K)
     square = tl.zeros([K, K], tl.float32)
     total = tl.zeros([BLOCK_M, K], tl.float32)
     for tile in tl.range(chunk, num_tiles, tl.num_programs(0), num_stages=STAGES):
@@ -49,30 +56,38 @@ def _square_kernel(
         mask = (rows < num_rows)[:, None]
         value = tl.load(x + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0)
         u, _ = normalize_relu(value, mask, scale, shift)
-        square = tl.dot(tl.trans(u), u, square)
-        total += u.to(tl.float32)
+        v = tl.where(mask, u.to(tl.float32) - pivot[None, :], 0.0).to(value.dtype)
+        square = tl.dot(tl.trans(v), v, square)
+        total += v.to(tl.float32)
     out = partial + chunk * SHARE
     tl.store(out + k[:, None] * K + k[None, :], square)
     tl.store(out + K * K + k, tl.sum(total, 0))
 
 
 @triton.jit
+def _load_covariance(squares, columns, num_rows, K: tl.constexpr):
+    """Columns of the covariance of u, from `square_sums`."""
+    k = tl.arange(0, K)
+    average = tl.load(squares + K * K + k) / num_rows
+    own_average = tl.load(squares + K * K + columns) / num_rows
+    return tl.load(squares + k[:, None] * K + columns[None, :]) / num_rows - average[:, None] * own_average[None, :]
+
+
+@triton.jit
 def _moments_kernel(
-    squares, weight, gamma, beta, running_mean, running_var, count, moments,
+    squares, before, weight, gamma, beta, running_mean, running_var, count, moments,
     num_rows, channels, epsilon, momentum, K: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Mean and variance of z = u·weightᵀ, for `store_moments`: weight·(sum of u) / M, and weight·covariance·weightᵀ."""
+    """Mean and variance of z = u·weightᵀ, for `store_moments`: weight·(mean of u), and weight·covariance·weightᵀ."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     k = tl.arange(0, K)
     rows = tl.load(weight + c[:, None] * K + k[None, :]).to(tl.float32)
-    average = tl.load(squares + K * K + k) / num_rows
+    average = _load_pivot(before, k, K) + tl.load(squares + K * K + k) / num_rows
     mean = tl.sum(rows * average[None, :], 1)
     variance = tl.zeros([BLOCK_C], tl.float32)
     for start in range(0, K, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        covariance = tl.load(squares + k[:, None] * K + columns[None, :]) / num_rows
-        covariance -= average[:, None] * (tl.load(squares + K * K + columns) / num_rows)[None, :]
-        part = tl.dot(rows, covariance, input_precision="ieee")
+        part = tl.dot(rows, _load_covariance(squares, columns, num_rows, K), input_precision="ieee")
         variance += tl.sum(part * tl.load(weight + c[:, None] * K + columns[None, :]).to(tl.float32), 1)
     store_moments(
         mean, tl.maximum(variance, 0.0), gamma, beta, running_mean, running_var, count, moments,
@@ -111,40 +126,46 @@ def _join_kernel(
 
 @triton.jit
 def _fold_kernel(
-    weight, moments, line, straight, around, constant, sizes,
+    weight, line, d_beta, squares, before, straight, around, constant, sizes, num_rows,
     K: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The matrices and the constant of `fold`, some columns of each; a matrix is divided by what no value of it is
-    beyond, so that half numbers hold it whatever its size."""
+    """The matrices and the constant of `fold`, some columns of each.
+
+    A matrix is divided by what no value of it is beyond, so that half numbers hold it whatever its size. Its rounding
+    is the same in every row, so the constant is made from what was rounded: dz·weight still adds up to 0, as dz does.
+    """
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     k = tl.arange(0, K)
     straight_size = 0.0
     around_size = 0.0
-    total = tl.zeros([BLOCK_K], tl.float32)
     square = tl.zeros([K, BLOCK_K], tl.float32)
     for start in range(0, CHANNELS, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         own = tl.load(weight + c[:, None] * K + columns[None, :]).to(tl.float32)
         every = tl.load(weight + c[None, :] * K + k[:, None]).to(tl.float32)
-        a = tl.load(line + c)
         b = tl.load(line + CHANNELS + c)
-        rest = tl.load(line + 2 * CHANNELS + c) - b * tl.load(moments + c)
         largest = tl.max(tl.abs(every), 0)
-        straight_size = tl.maximum(straight_size, tl.max(tl.abs(a) * largest, 0))
+        straight_size = tl.maximum(straight_size, tl.max(tl.abs(tl.load(line + c)) * largest, 0))
         around_size += tl.sum(tl.abs(b) * largest * largest, 0)
-        total += tl.sum(rest[:, None] * own, 0)
-        square = tl.dot(every, b[:, None] * own, square)
+        square = tl.dot(every, b[:, None] * own, square, input_precision="ieee")
     straight_size = tl.where(straight_size > 0.0, straight_size, 1.0)
     around_size = tl.where(around_size > 0.0, around_size, 1.0)
     tl.store(sizes, straight_size)
     tl.store(sizes + 1, around_size)
-    tl.store(constant + columns, total)
+
+    part = (square / around_size).to(around.dtype.element_ty)
+    tl.store(around + k[:, None] * K + columns[None, :], part)
+    average = _load_pivot(before, k, K) + tl.load(squares + K * K + k) / num_rows
+    total = tl.sum(part.to(tl.float32) * average[:, None], 0) * around_size
     for start in range(0, CHANNELS, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
         at = c[:, None] * K + columns[None, :]
-        own = tl.load(weight + at).to(tl.float32) * tl.load(line + c)[:, None]
-        tl.store(straight + at, own / straight_size)
-    tl.store(around + k[:, None] * K + columns[None, :], square / around_size)
+        own = tl.load(weight + at).to(tl.float32) * (tl.load(line + c)[:, None] / straight_size)
+        rounded = own.to(straight.dtype.element_ty)
+        tl.store(straight + at, rounded)
+        g_average = tl.load(d_beta + c) / num_rows
+        total += tl.sum(rounded.to(tl.float32) * g_average[:, None], 0) * straight_size
+    tl.store(constant + columns, -total)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -185,22 +206,20 @@ def _gradients_kernel(
 
 @triton.jit
 def _weight_kernel(
-    product, squares, weight, moments, line, d_weight,
+    product, squares, before, weight, line, d_weight, num_rows,
     K: tl.constexpr, CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of the weights from gᵀ·u, uᵀ·u and the sum of u."""
+    """The gradient of a tile of the weights from gᵀ·u, the covariance and the mean of u."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     columns = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     k = tl.arange(0, K)
     at = c[:, None] * K + columns[None, :]
-    a = tl.load(line + c)
-    b = tl.load(line + CHANNELS + c)
-    rest = tl.load(line + 2 * CHANNELS + c) - b * tl.load(moments + c)
+    a, b, constant = tl.load(line + c), tl.load(line + CHANNELS + c), tl.load(line + 2 * CHANNELS + c)
     rows = tl.load(weight + c[:, None] * K + k[None, :]).to(tl.float32)
-    square = tl.load(squares + k[:, None] * K + columns[None, :])
-    result = a[:, None] * tl.load(product + at) + rest[:, None] * tl.load(squares + K * K + columns)[None, :]
-    result += b[:, None] * tl.dot(rows, square, input_precision="ieee")
-    tl.store(d_weight + at, result)
+    average = _load_pivot(before, columns, K) + tl.load(squares + K * K + columns) / num_rows
+    spread = tl.dot(rows, _load_covariance(squares, columns, num_rows, K), input_precision="ieee")
+    rest = b[:, None] * spread + constant[:, None] * average[None, :]
+    tl.store(d_weight + at, a[:, None] * tl.load(product + at) + rest * num_rows)
 
 
 def suits_tail(dtype: torch.dtype, inner: int, channels: int, next_inner: int) -> bool:
@@ -210,7 +229,7 @@ def suits_tail(dtype: torch.dtype, inner: int, channels: int, next_inner: int) -
 
 
 def square_sums(x: Tensor, moments: Tensor) -> Tensor:
-    """uᵀ·u and behind it the sum of u = relu(norm(x)), in one row."""
+    """vᵀ·v and behind it the sum of v, in one row; v is u = relu(norm(x)) less a pivot that `moments` tell."""
     inner = x.shape[1]
     num_rows = x.numel() // inner
     num_tiles = triton.cdiv(num_rows, SQUARE_ROWS)
@@ -226,6 +245,7 @@ def square_sums(x: Tensor, moments: Tensor) -> Tensor:
 
 def product_moments(
     squares: Tensor,
+    before: Tensor,
     weight: Tensor,
     gamma: Tensor,
     beta: Tensor,
@@ -236,11 +256,11 @@ def product_moments(
     momentum: float,
     num_rows: int,
 ) -> Tensor:
-    """`batch_moments` of u·weightᵀ from `square_sums`."""
+    """`batch_moments` of u·weightᵀ from `square_sums` and the moments that u has from its norm, `before`."""
     channels, inner = weight.shape[:2]
     moments = torch.empty(4, channels, dtype=torch.float32, device=weight.device)
     _moments_kernel[(channels // SMALL_ROWS,)](
-        squares, weight, gamma, beta, running_mean, running_var, count, moments,
+        squares, before, weight, gamma, beta, running_mean, running_var, count, moments,
         num_rows, channels, epsilon, momentum, K=inner, BLOCK_C=SMALL_ROWS, BLOCK_K=SMALL_COLUMNS, num_warps=4,
     )  # fmt: skip
     return moments
@@ -273,23 +293,26 @@ class Folded(NamedTuple):
     sizes: Tensor
 
 
-def fold(weight: Tensor, behind: Tensor, line: Tensor) -> Folded:
-    """The norm and the convolution before it as one, for the way back."""
+def fold(weight: Tensor, sums: Sums, squares: Tensor, before: Tensor, num_rows: int) -> Folded:
+    """The norm behind the convolution and the convolution as one, for the way back."""
     channels, inner = weight.shape[:2]
     around = torch.empty(inner, inner, dtype=weight.dtype, device=weight.device)
     constant, sizes = (torch.empty(size, dtype=torch.float32, device=weight.device) for size in (inner, 2))
     folded = Folded(torch.empty_like(weight), around, constant, sizes)
     _fold_kernel[(inner // SMALL_COLUMNS,)](
-        weight, behind, line, *folded,
+        weight, sums.line, sums.d_beta, squares, before, *folded, num_rows,
         K=inner, CHANNELS=channels, BLOCK_K=SMALL_COLUMNS, BLOCK_C=SMALL_ROWS, num_warps=4,
     )  # fmt: skip
     return folded
 
 
 def tail_gradients(
-    g: Tensor, behind: Tensor, line: Tensor, weight: Tensor, x: Tensor, moments: Tensor, squares: Tensor
+    g: Tensor, sums: Sums, weight: Tensor, x: Tensor, moments: Tensor, squares: Tensor
 ) -> tuple[Tensor, Sums, Tensor]:
-    """The gradient of u behind its ReLU with its sums, and that of the weights, from g behind the norm of z."""
+    """The gradient of u behind its ReLU with its sums, and that of the weights, from g behind the norm of z.
+
+    `sums` are those of that norm.
+    """
     channels, inner = weight.shape[:2]
     num_rows = x.numel() // inner
     num_tiles = triton.cdiv(num_rows, BLOCK_M)
@@ -298,14 +321,14 @@ def tail_gradients(
     partial = torch.empty(num_chunks, 2, inner, dtype=torch.float32, device=g.device)
     product = torch.empty(num_chunks, channels, inner, dtype=torch.float32, device=g.device)
     _gradients_kernel[(num_chunks,)](
-        g, *fold(weight, behind, line), x, moments, du, partial, product, num_rows, num_tiles,
+        g, *fold(weight, sums, squares, moments, num_rows), x, moments, du, partial, product, num_rows, num_tiles,
         K=inner, CHANNELS=channels, BLOCK_M=BLOCK_M,
         STAGES=count_stages(x.device, channels + inner, (channels + inner + BLOCK_M) * inner), num_warps=8,
     )  # fmt: skip
     d_weight = torch.empty_like(weight)
     _weight_kernel[channels // SMALL_ROWS, inner // SMALL_COLUMNS](
         add_chunks(product, torch.empty(channels, inner, dtype=torch.float32, device=g.device)),
-        squares, weight, behind, line, d_weight,
+        squares, moments, weight, sums.line, d_weight, num_rows,
         K=inner, CHANNELS=channels, BLOCK_C=SMALL_ROWS, BLOCK_K=SMALL_COLUMNS, num_warps=4,
     )  # fmt: skip
     return du, finish_sums(partial, moments, num_rows), d_weight

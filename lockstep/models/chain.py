@@ -154,7 +154,7 @@ class _WholeTail(torch.autograd.Function):
         x, shortcut = dense(x), dense(shortcut)
         moments = tail.norm.moments(x)
         squares = square_sums(x, moments)
-        behind = tail.last_norm.product_moments(squares, weight, x.numel() // x.shape[1])
+        behind = tail.last_norm.product_moments(squares, moments, weight, x.numel() // x.shape[1])
         way = (shortcut, tail.shortcut_norm.moments(shortcut, shortcut_partial)) if tail.shortcut_norm else ()
         y = product_join(x, moments, weight, behind, shortcut, way[1] if way else None)
         z, partial = tail.convolve_next(y, next_weight)
@@ -173,7 +173,7 @@ class _WholeTail(torch.autograd.Function):
         made, g = Made(x, moments, weight), torch.empty_like(y)
         norms = [Normed(y, behind), *([Normed(*way)] if way else [])]  # the first one's input is what is made
         sums, d_next_weight = product_sums(dense(dz), next_weight, dense(dy), y, norms, g, made)
-        du, own_sums, d_weight = tail_gradients(g, behind, sums[0].line, weight, x, moments, squares)
+        du, own_sums, d_weight = tail_gradients(g, sums[0], weight, x, moments, squares)
         dx = input_gradient(du, x, moments, own_sums.line, masked=True)
         d_shortcut = input_gradient(g, *norms[1], sums[1].line, masked=True) if way else g
         parameters = _parameter_gradients([own_sums, *sums], 3)

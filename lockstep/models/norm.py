@@ -71,11 +71,11 @@ class BatchNorm(nn.BatchNorm2d):
 
         return batch_moments(x, *self._state, partial)
 
-    def product_moments(self, squares: Tensor, weight: Tensor, num_rows: int) -> Tensor:
-        """`moments` of a 1×1 convolution that is not there, from the `square_sums` of what goes into it."""
+    def product_moments(self, squares: Tensor, before: Tensor, weight: Tensor, num_rows: int) -> Tensor:
+        """`moments` of a 1×1 convolution that is not there, from `square_sums` and moments of what goes into it."""
         from lockstep.kernels.tail import product_moments
 
-        return product_moments(squares, weight, *self._state, num_rows)
+        return product_moments(squares, before, weight, *self._state, num_rows)
 
     @property
     def _state(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, float]:

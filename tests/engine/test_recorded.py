@@ -101,6 +101,20 @@ def raise_for_want_of_a_compiler(module: nn.Module) -> None:
     module._compiled_call_impl = call  # type: ignore[assignment]
 
 
+def raise_at_once(module: nn.Module) -> None:
+    raise RuntimeError("not on this platform")
+
+
+def test_a_compiler_that_cannot_even_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "compile", raise_at_once)
+    config, said = tiny("fp32", compile="whole"), list[str]()
+    with join_world(None) as world:
+        parts = build(config, world)
+        step = choose_execution(config, parts, world, 10, said.append)
+        assert step(fake_batch(config, world), 0.1, False)[LOSS] > 0
+    assert said[0] == "The step with compiled whole, launched one by one was left out: not on this platform"
+
+
 def choose_where_one_rank_cannot_compile(world: World) -> tuple[list[str], float]:
     config, said = tiny("fp32", compile="block"), list[str]()
     parts = build(config, world)

@@ -40,6 +40,15 @@ def test_taking_starts_again_from_zero(seconds: list[float]) -> None:
     assert clock.take() == {"input": 2.0, "compute": 0.0, "communicate": 0.0, "other": 0.0}
 
 
+def test_what_passes_without_a_mark_is_nobodys(seconds: list[float]) -> None:
+    clock = build()
+    seconds[0] += 64
+    clock.take()
+    seconds[0] += 2
+    clock.mark("input")
+    assert clock.take()["input"] == 2.0
+
+
 def test_time_between_a_mark_and_the_taking_falls_to_the_next_mark(seconds: list[float]) -> None:
     clock = build()
     seconds[0] += 1

@@ -144,7 +144,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from lockstep.kernels import pointwise, pointwise_back, tail
 
-def compile(kernel, constants, capability):
+def compile(kernel, constants, capability, warps):
     names = kernel.arg_names
     floats = ("pivot", "partial", "weight_partial", "moments", "also_moments")
     floats += ("before_moments", "product_partial", "behind", "shortcut_moments", "constant", "sizes")
@@ -154,25 +154,29 @@ def compile(kernel, constants, capability):
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name not in constants}
     given = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, signature, constexprs=given, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8}).metadata.shared
+    options = {"num_warps": warps}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
 
 # What an A100 and a GPU for games have, and the largest of each kind.
 for capability, shared in ((80, 163 << 10), (86, 99 << 10)):
     pointwise._shared_bytes = lambda device: shared
-    for kernel, row, matrix, constants in (
-        (pointwise._product_stats_kernel, 256, 256 * 64, {"K": 256, "BLOCK_C": 64}),
-        (pointwise_back._product_sums_kernel, 448, 64 * 128, {"ALSO": False, "BEFORE": 0, "K": 64, "BLOCK_C": 128}),
-        (pointwise_back._product_sums_kernel, 448, 256 * 64, {"ALSO": False, "BEFORE": 0, "K": 256, "BLOCK_C": 64}),
-        (pointwise_back._product_sums_kernel, 384, 12288, {"ALSO": True, "BEFORE": 64, "K": 64, "BLOCK_C": 64}),
-        (pointwise_back._product_sums_kernel, 320, 16384, {"ALSO": False, "BEFORE": 64, "K": 128, "BLOCK_C": 64}),
-        (pointwise_back._product_gradients_kernel, 320, 256 * 64, {"K": 64, "CHANNELS": 256}),
-        (tail._join_kernel, 128, 64 * 128, {"PROJECTED": True, "K": 64, "BLOCK_C": 64}),
-        (tail._gradients_kernel, 320, 384 * 64, {"K": 64, "CHANNELS": 256}),
+    stages = lambda row, matrix: pointwise.count_stages(None, row, matrix)
+    sums = pointwise_back._product_sums_kernel
+    for kernel, warps, stages, constants in (
+        (pointwise._product_stats_kernel, 4, stages(256, 256 * 64), {"K": 256, "BLOCK_C": 64}),
+        (sums, 8, stages(448, 64 * 128), {"ALSO": False, "BEFORE": 0, "K": 64, "BLOCK_C": 128}),
+        (sums, 8, stages(448, 256 * 64), {"ALSO": False, "BEFORE": 0, "K": 256, "BLOCK_C": 64}),
+        (sums, 8, stages(320, 12288), {"ALSO": True, "BEFORE": 64, "K": 64, "BLOCK_C": 64}),
+        (sums, 8, stages(320, 16384), {"ALSO": False, "BEFORE": 64, "K": 128, "BLOCK_C": 64}),
+        (pointwise_back._product_gradients_kernel, 8, stages(320, 256 * 64), {"K": 64, "CHANNELS": 256}),
+        (tail._join_kernel, 4, 1 + stages(128, 64 * 128), {"PROJECTED": True, "K": 64, "BLOCK_C": 64}),
+        (tail._gradients_kernel, 8, stages(320, 384 * 64), {"K": 64, "CHANNELS": 256}),
     ):
-        stages = pointwise.count_stages(None, row, matrix)
         constants = constants | {"BLOCK_M": pointwise.BLOCK_M, "STAGES": stages}
-        taken = compile(kernel, constants, capability)
+        taken = compile(kernel, constants, capability, warps)
         assert taken <= shared, (kernel, constants, capability, taken)
+    constants = {"K": 64, "SHARE": 4160, "BLOCK_M": tail.SQUARE_ROWS, "STAGES": pointwise.MAX_STAGES}
+    assert compile(tail._square_kernel, constants, capability, 8) <= shared
 """
 
 

@@ -131,7 +131,7 @@ def test_values_that_are_lost_lead_nowhere_outside(lost: float, padding: int, dt
         assert (winner <= 9).all()
         assert all(inside.all() for inside in list_pixels(winner, x.shape[2:], padding))
         d_x, _ = pool_gradient(torch.ones_like(y), None, winner, x, moments, padding)
-        assert d_x.shape == x.shape
+        assert d_x.isfinite().all() <= moments.isfinite().all()  # the loss scale must hear of it
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # 0 · ∞ beyond the last window
