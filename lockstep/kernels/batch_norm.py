@@ -142,9 +142,15 @@ def _finish_stats_kernel(
 
 
 @triton.jit
+def relu(value):
+    """The value where it is positive, else 0; what is not a number stays so, or a lost network would look well."""
+    return tl.where(value <= 0.0, 0.0, value)
+
+
+@triton.jit
 def _apply_kernel(
     x, moments, residual, residual_moments, y, num_rows, channels,
-    RELU: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """y = relu(scale·x + shift + shortcut); RESIDUAL 0: none, 1: as it is, 2: through its own scale and shift."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -162,9 +168,7 @@ def _apply_kernel(
             other_shift = tl.load(residual_moments + 3 * channels + c, mask=inside, other=0.0)
             other = other * other_scale[None, :] + other_shift[None, :]
         value += other
-    if RELU:
-        value = tl.maximum(value, 0.0)
-    tl.store(y + offsets, value, mask=mask)
+    tl.store(y + offsets, relu(value), mask=mask)
 
 
 @triton.jit
@@ -358,7 +362,6 @@ def normalize_add(
     moments: Tensor,
     residual: Tensor | None = None,
     residual_moments: Tensor | None = None,
-    relu: bool = True,
 ) -> Tensor:
     """relu(scale·x + shift + residual), the residual through its own scale and shift where it has moments."""
     walk = plan_walk(x, POINTWISE)
@@ -366,7 +369,7 @@ def normalize_add(
     _apply_kernel[walk.tiles](
         x, moments, x if residual is None else residual, moments if residual_moments is None else residual_moments, y,
         walk.rows, walk.channels,
-        RELU=relu, RESIDUAL=0 if residual is None else 1 if residual_moments is None else 2,
+        RESIDUAL=0 if residual is None else 1 if residual_moments is None else 2,
         **walk.options,
     )  # fmt: skip
     return y

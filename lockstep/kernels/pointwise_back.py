@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.batch_norm import Normed, Sums, finish_sums, gradient_sums
+from lockstep.kernels.batch_norm import Normed, Sums, finish_sums, gradient_sums, relu
 from lockstep.kernels.pointwise import BLOCK_M, Tiling, can_multiply, count_stages
 
 # Measured as those of `pointwise.py`. Backward there is more to spare.
@@ -30,10 +30,9 @@ ADDED_CHUNKS, ADDED_VALUES = 32, 64  # of a tile when matrices are added up
 
 @triton.jit
 def normalize_relu(value, mask, scale, shift):
-    """relu(scale·x + shift) as it would be stored, and where it is not 0; nothing where there is no row."""
+    """relu(scale·x + shift) as it would be stored, and where it is positive; nothing where there is no row."""
     before = value.to(tl.float32) * scale[None, :] + shift[None, :]
-    is_on = mask & (before > 0.0)
-    return tl.where(is_on, before, 0.0).to(value.dtype), is_on
+    return tl.where(mask, relu(before), 0.0).to(value.dtype), mask & (before > 0.0)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])

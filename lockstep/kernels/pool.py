@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.batch_norm import Sums, Tile, Walk, finish_sums
+from lockstep.kernels.batch_norm import Sums, Tile, Walk, finish_sums, relu
 
 # Elements are those of the pool's output; a program takes POOL_ROWS rows of it, one below the other.
 POOL_ELEMENTS, POOL_ROWS, POOL_WARPS = 512, 2, 4
@@ -72,7 +72,7 @@ def _pool_kernel(
             best = tl.maximum(best, last)
         value = tl.abs(scale)[None, :] * best.to(tl.float32) + shift[None, :]
         mask = ((out_h < out_height) & (out_w < out_width))[:, None] & inside[None, :]
-        tl.store(y + out, tl.where(value > 0.0, value, 0.0), mask=mask)
+        tl.store(y + out, relu(value), mask=mask)
         tl.store(winner + out, tl.where(value > 0.0, which, 9), mask=mask)
         out_h += 1
         out += out_width * channels

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.batch_norm import Sums, finish_sums, store_moments
+from lockstep.kernels.batch_norm import Sums, finish_sums, relu, store_moments
 from lockstep.kernels.pointwise import BLOCK_M, MAX_STAGES, PROCESSORS, Tiling, can_multiply, count_stages
 from lockstep.kernels.pointwise_back import add_chunks, normalize_relu, suits_sums
 
@@ -121,7 +121,7 @@ def _join_kernel(
         result = tl.dot(u, matrix) * own_scale[None, :] + own_shift[None, :]
         if PROJECTED:
             way = way * way_scale[None, :]
-        tl.store(y + at, tl.maximum(result + way, 0.0).to(y.dtype.element_ty), mask=mask)
+        tl.store(y + at, relu(result + way).to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -6,17 +6,14 @@ does everything from behind the block's second convolution. What that spares sta
 one by one.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lockstep.models.norm import BatchNorm, Summed, dense, join, joined_norms
-
-if TYPE_CHECKING:  # Triton, which it needs, may not be there
-    from lockstep.kernels.batch_norm import Sums
+from lockstep.models.norm import BatchNorm, Summed, dense, join, joined_norms, parameter_gradients, parameters_of
 
 
 class Pointwise(nn.Conv2d):
@@ -53,9 +50,9 @@ class Tail(NamedTuple):
     def run(self, x: Tensor, shortcut: Summed) -> tuple[Summed, Tensor]:
         """The next convolution of the block's sum, if there is one, with the sums of the norm that follows; the sum."""
         next_weight = self.next_convolution.weight if self.next_convolution else None
-        joined = (*_parameters(self.last_norm), *_parameters(self.shortcut_norm))
+        joined = (*parameters_of(self.last_norm), *parameters_of(self.shortcut_norm))
         if self._is_small(x.dtype):
-            operands = (x, *shortcut, self.convolution.weight, next_weight, *_parameters(self.norm), *joined)
+            operands = (x, *shortcut, self.convolution.weight, next_weight, *parameters_of(self.norm), *joined)
             z, partial, y = _WholeTail.apply(self, *operands)  # type: ignore[no-untyped-call]
         else:
             last = convolve(self.convolution, self.norm.relu(x), self.last_norm)
@@ -77,10 +74,6 @@ class Tail(NamedTuple):
         assert self.next_norm is not None
         assert self.next_norm.running_mean is not None
         return _multiply_and_sum(y, next_weight, self.next_norm.running_mean)
-
-
-def _parameters(norm: BatchNorm | None) -> tuple[Tensor | None, Tensor | None]:
-    return (norm.weight, norm.bias) if norm else (None, None)
 
 
 def _multiply_and_sum(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -176,7 +169,7 @@ class _WholeTail(torch.autograd.Function):
         du, own_sums, d_weight = tail_gradients(g, sums[0], weight, x, moments, squares)
         dx = input_gradient(du, x, moments, own_sums.line, masked=True)
         d_shortcut = input_gradient(g, *norms[1], sums[1].line, masked=True) if way else g
-        parameters = _parameter_gradients([own_sums, *sums], 3)
+        parameters = parameter_gradients([own_sums, *sums], 3)
         return None, dx, d_shortcut, None, d_weight, d_next_weight, *parameters
 
 
@@ -217,10 +210,4 @@ class _Join(torch.autograd.Function):
             d_next_weight = _weight_gradient(dz, y, next_weight)
         dx, *of_shortcut = join_gradients(g, norms, sums)
         # Without a norm of its own, the shortcut's gradient is that of the sum.
-        return None, dx, None, *(of_shortcut or [g]), None, d_next_weight, *_parameter_gradients(sums, 2)
-
-
-def _parameter_gradients(sums: list["Sums"], num_norms: int) -> list[Tensor | None]:
-    """Those of γ and β of so many norms, of which the last may not be there."""
-    found: list[Tensor | None] = [gradient for part in sums for gradient in (part.d_gamma, part.d_beta)]
-    return found + [None] * (2 * num_norms - len(found))
+        return None, dx, None, *(of_shortcut or [g]), None, d_next_weight, *parameter_gradients(sums, 2)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 if TYPE_CHECKING:  # Triton, which it needs, may not be there
-    from lockstep.kernels.batch_norm import Normed
+    from lockstep.kernels.batch_norm import Normed, Sums
 
 # The same values twice, for the next convolution and for the shortcut: their gradients come back apart, and the norm
 # behind adds them where it reads them anyway.
@@ -45,8 +45,7 @@ class BatchNorm(nn.BatchNorm2d):
     def add_relu(self, x: Tensor, shortcut: Tensor, shortcut_norm: "BatchNorm | None" = None) -> Pair:
         """relu(norm(x) + shortcut), the shortcut through its own norm where it has one."""
         if self._is_fused:
-            extra = (shortcut_norm.weight, shortcut_norm.bias) if shortcut_norm else (None, None)
-            operands = (self, x, shortcut_norm, shortcut, self.weight, self.bias, *extra)
+            operands = (self, x, shortcut_norm, shortcut, *parameters_of(self), *parameters_of(shortcut_norm))
             pair: Pair = _NormAddRelu.apply(*operands)  # type: ignore[no-untyped-call]
             return pair
         shortcut = shortcut_norm(shortcut) if shortcut_norm else shortcut
@@ -141,6 +140,17 @@ def join(
     return y, (values, y, moments, *((other, other_moments) if other_moments is not None else ()))
 
 
+def parameters_of(norm: BatchNorm | None) -> tuple[Tensor | None, Tensor | None]:
+    """γ and β of a norm that may not be there."""
+    return (norm.weight, norm.bias) if norm else (None, None)
+
+
+def parameter_gradients(sums: list["Sums"], num_norms: int) -> list[Tensor | None]:
+    """Those of `parameters_of` so many norms, of which the last may not be there."""
+    found: list[Tensor | None] = [gradient for part in sums for gradient in (part.d_gamma, part.d_beta)]
+    return found + [None] * (2 * num_norms - len(found))
+
+
 def joined_norms(saved: tuple[Tensor, ...]) -> list["Normed"]:
     """The norm, or the two, whose outputs `join` added."""
     from lockstep.kernels.batch_norm import Normed
@@ -174,9 +184,8 @@ class _NormAddRelu(torch.autograd.Function):
         g = torch.empty_like(y)
         sums = join_sums(dy, more_dy, norms, y, g)
         dx, *of_shortcut = join_gradients(g, norms, sums)
-        parameters = [gradient for part in sums for gradient in (part.d_gamma, part.d_beta)]
         # Without a norm of its own, the shortcut's gradient is that of the sum.
-        return None, dx, None, *(of_shortcut or [g]), *parameters, *([] if of_shortcut else [None, None])
+        return None, dx, None, *(of_shortcut or [g]), *parameter_gradients(sums, 2)
 
 
 class _NormReluPool(torch.autograd.Function):

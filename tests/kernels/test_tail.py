@@ -191,6 +191,19 @@ def test_it_takes_the_shapes_of_the_first_stages_and_no_others() -> None:
     assert not suits_tail(torch.float16, 64, 256, 96)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_is_not_a_number_is_not_hidden() -> None:
+    tail = build_tail(SHAPES[1], projected=False, size=1.0)
+    for module in tail:
+        if isinstance(module, Pointwise):
+            module.half()
+    x, shortcut = (random_images((2, channels, 4, 4), channels, torch.float16, "cpu") for channels in (64, 256))
+    x[0, 5, 1, 1] = float("nan")
+    (z, _), y = tail.run(x, Summed(shortcut))
+    assert y.isnan().all()
+    assert z.isnan().all()
+
+
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow)")
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("where", ["g", "line"])

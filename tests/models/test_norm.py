@@ -105,6 +105,20 @@ def test_evaluation_is_plain() -> None:
     assert torch.equal(norm.relu(x.clone()), expected)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_is_not_a_number_is_not_hidden(name: str) -> None:
+    norms = [build_norm(4, seed) for seed in (5, 6)]
+    for norm in norms:
+        norm.fused = True
+    x = random_tensor((2, 4, 7, 7), 1, torch.float32)
+    x[0, 2, 3, 3] = float("nan")
+    out = FORWARDS[name](norms[0], x, random_tensor((2, 4, 7, 7), 2, torch.float32), norms[1])
+    y = out[0] if isinstance(out, tuple) else out
+    assert y[:, 2].isnan().all()
+    assert y[:, [0, 1, 3]].isfinite().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FORWARDS)
