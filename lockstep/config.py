@@ -341,7 +341,8 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(default=2, ge=1, description="how many of the last checkpoints stay")
     log_every: int = Field(default=10, ge=1, description="steps between step records")
     own_kernels: Literal["auto", "on", "off"] = Field(
-        default="auto", description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton is there"
+        default="auto",
+        description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton and the GPU can",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
         default="auto", description="record the step and replay it in one launch, on a GPU; auto: where it is quicker"

@@ -48,7 +48,7 @@ class Row:
 def run_bench(
     model: str, *, batch: int, compiled: bool = True, json_file: Path | None = None, console: Console | None = None
 ) -> list[Row | products.Row]:
-    """Measure every pass, every norm and every product with sums of a model; prints tables and what they come to."""
+    """Measure every pass, norm and fused product of a model; prints tables and what they come to."""
     if model not in ("alexnet", *RESNET_DEPTHS):
         raise LockstepError(f"--model {model} is unknown; choose alexnet or {', '.join(RESNET_DEPTHS)}.")
     check_files(json_file, None)
@@ -60,18 +60,18 @@ def run_bench(
     uses = find_norms(model, batch)
     passes: list[Row] = []
     wholes: list[Row] = []
-    with_sums: list[products.Row] = []
+    fused: list[products.Row] = []
     parts: list[tuple[list[Any], Iterator[Any]]] = [
         (passes, measure_passes(uses, bytes_per_s, console)),
         (wholes, measure_wholes(uses, bytes_per_s, compiled, console)),
-        (with_sums, products.measure_products(products.find_products(model, batch), bytes_per_s, console)),
+        (fused, products.measure_products(products.find_products(model, batch), bytes_per_s, console)),
     ]
     try:
         for found, measured in parts:
             for row in measured:
                 found.append(row)
                 if json_file is not None:
-                    rows: list[Row | products.Row] = [*passes, *wholes, *with_sums]
+                    rows: list[Row | products.Row] = [*passes, *wholes, *fused]
                     write_rows(json_file, [row.to_json() for row in rows])
     except torch.cuda.OutOfMemoryError:
         raise LockstepError(f"The GPU has too little memory for --batch {batch}; choose a smaller one.") from None
@@ -79,10 +79,10 @@ def run_bench(
     console.print(draw_table("whole norms, one gradient coming back", wholes))
     console.print("Small arrays stay in the cache from a norm's first pass to its second, which may beat the floor.")
     console.print(sum_up(wholes), highlight=False, soft_wrap=True)
-    if with_sums:
-        console.print(products.draw_table(with_sums))
-        console.print(products.sum_up(with_sums), highlight=False, soft_wrap=True)
-    return [*passes, *wholes, *with_sums]
+    if fused:
+        console.print(products.draw_table(fused))
+        console.print(products.sum_up(fused), highlight=False, soft_wrap=True)
+    return [*passes, *wholes, *fused]
 
 
 def measure_passes(uses: Counter[Use], bytes_per_s: float, console: Console) -> Iterator[Row]:

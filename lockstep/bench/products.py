@@ -12,12 +12,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lockstep.bench.device_time import count_copies, measure_cold
 from lockstep.bench.norm_shapes import HALF_BYTES, IMAGE_SIZE
 from lockstep.models import build_model
-from lockstep.models.chain import Pointwise
+from lockstep.models.chain import Pointwise, multiply, multiply_back, weight_gradient
 from lockstep.models.norm import BatchNorm
 from lockstep.models.resnet import Bottleneck
 
@@ -157,23 +156,6 @@ def _matrix(channels: int, inner: int, device: torch.device) -> Tensor:
     return torch.randn(channels, inner, 1, 1, device=device, dtype=torch.float16) * float(inner**-0.5)
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1).flatten(0, 2)
-
-
-def _like(rows: Tensor, x: Tensor) -> Tensor:
-    """A matrix of pixels as images of the size of x."""
-    return rows.view(x.shape[0], *x.shape[2:], rows.shape[1]).permute(0, 3, 1, 2)
-
-
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    return _like(functional.linear(_rows(x), weight.flatten(1)), x)
-
-
-def _multiply_back(dz: Tensor, weight: Tensor) -> Tensor:
-    return _like(_rows(dz) @ weight.flatten(1), dz)
-
-
 def _statistics_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
     from lockstep.kernels.pointwise import product_stats
 
@@ -182,11 +164,11 @@ def _statistics_launches(product: Product, device: torch.device) -> tuple[Launch
     pivot = norm.running_mean
     assert pivot is not None
 
-    def multiply() -> Tensor:
+    def multiply_and_sum() -> Tensor:
         z, partial = product_stats(x, weight, pivot)
         return norm.moments(z, partial)
 
-    return multiply, lambda: norm.moments(_multiply(x, weight))
+    return multiply_and_sum, lambda: norm.moments(multiply(x, weight))
 
 
 def _gradients_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
@@ -196,7 +178,7 @@ def _gradients_launches(product: Product, device: torch.device) -> tuple[Launch,
     weight = _matrix(product.channels, product.inner, device)
 
     def multiply_apart() -> object:
-        return _multiply_back(dz, weight), (_rows(dz).t() @ _rows(x)).view_as(weight)
+        return multiply_back(dz, weight), weight_gradient(dz, x, weight)
 
     return lambda: product_gradients(dz, weight, x), multiply_apart
 
@@ -209,15 +191,15 @@ def _sums_launches(product: Product, device: torch.device) -> tuple[Launch, Laun
     more_dy, x, y = (_noise(product, product.channels, device) for _ in range(3))
     moments, g = BatchNorm(product.channels).to(device).moments(x), torch.empty_like(x)
 
-    def multiply() -> object:
+    def multiply_and_sum() -> object:
         (sums,), d_weight = product_sums(dz, weight, more_dy, y, [Normed(x, moments)], g)
         return *sums, d_weight
 
     def multiply_apart() -> object:
-        sums = gradient_sums(_multiply_back(dz, weight), more_dy, x, moments, mask_from=y, g=g)
-        return *sums, (_rows(dz).t() @ _rows(y)).view_as(weight)
+        sums = gradient_sums(multiply_back(dz, weight), more_dy, x, moments, mask_from=y, g=g)
+        return *sums, weight_gradient(dz, y, weight)
 
-    return multiply, multiply_apart
+    return multiply_and_sum, multiply_apart
 
 
 def _tail_launches(product: Product, device: torch.device) -> tuple[Launch, Launch]:
@@ -234,7 +216,7 @@ def _tail_launches(product: Product, device: torch.device) -> tuple[Launch, Laun
         return product_join(x, moments, weight, behind, shortcut, None)
 
     def join_apart() -> Tensor:
-        z = _multiply(normalize_add(x, moments), weight)
+        z = multiply(normalize_add(x, moments), weight)
         return normalize_add(z, norm.moments(z), shortcut)
 
     return join, join_apart
@@ -251,7 +233,7 @@ def _tail_back_launches(product: Product, device: torch.device) -> tuple[Launch,
     next_weight = _matrix(product.next_inner, product.channels, device)
     moments = BatchNorm(product.inner).to(device).moments(x)
     u, g = normalize_add(x, moments), torch.empty_like(y)
-    z, squares = _multiply(u, weight), square_sums(x, moments)
+    z, squares = multiply(u, weight), square_sums(x, moments)
     behind = BatchNorm(product.channels).to(device).moments(z)
 
     def go_back() -> object:
@@ -262,11 +244,11 @@ def _tail_back_launches(product: Product, device: torch.device) -> tuple[Launch,
         return sums.d_gamma, own_sums.d_gamma, d_weight, d_next_weight
 
     def go_back_apart() -> object:
-        sums = gradient_sums(_multiply_back(dz, next_weight), more_dy, z, behind, mask_from=y, g=g)
-        d_next_weight = (_rows(dz).t() @ _rows(y)).view_as(next_weight)
+        sums = gradient_sums(multiply_back(dz, next_weight), more_dy, z, behind, mask_from=y, g=g)
+        d_next_weight = weight_gradient(dz, y, next_weight)
         d_z = input_gradient(g, z, behind, sums.line, masked=True)
-        own_sums = gradient_sums(_multiply_back(d_z, weight), None, x, moments, mask_from=x)
-        d_weight = (_rows(d_z).t() @ _rows(u)).view_as(weight)
+        own_sums = gradient_sums(multiply_back(d_z, weight), None, x, moments, mask_from=x)
+        d_weight = weight_gradient(d_z, u, weight)
         return sums.d_gamma, own_sums.d_gamma, d_weight, d_next_weight
 
     return go_back, go_back_apart

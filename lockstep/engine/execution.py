@@ -32,6 +32,7 @@ Compile = Literal["off", "whole", "stage", "block"]
 TRIAL_STEPS = 5
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
+OLDEST_GPU = (8, 0)  # for the own kernels, by compute capability
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,13 @@ def list_executions(config: RunConfig, on_gpu: bool = True) -> list[Execution]:
     graphs = {"auto": [False, True], "on": [True], "off": [False]}[train.cuda_graph] if on_gpu else [False]
     if train.compile in ("whole", "stage", "block"):
         return [Execution(False, graph, train.compile) for graph in graphs]
-    fused = has_triton() if train.own_kernels == "auto" else train.own_kernels == "on"
+    fused = _suits_own_kernels() if train.own_kernels == "auto" else train.own_kernels == "on"
     return [Execution(fused, graph) for graph in graphs]
+
+
+def _suits_own_kernels() -> bool:
+    """Whether Triton is there, and a GPU that it supports and that has the shared memory the kernels take."""
+    return has_triton() and torch.cuda.get_device_capability() >= OLDEST_GPU
 
 
 def list_compiled(config: RunConfig) -> list[Execution]:

@@ -23,19 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.batch_norm import Sums, finish_sums, relu, store_moments
-from lockstep.kernels.pointwise import BLOCK_M, MAX_STAGES, PROCESSORS, Tiling, can_multiply, count_stages
-from lockstep.kernels.pointwise_back import add_chunks, normalize_relu, suits_sums
+from lockstep.kernels.pointwise import BLOCK_M, MAX_STAGES, PROCESSORS, Tiling, count_stages
+from lockstep.kernels.pointwise_back import add_chunks, normalize_relu, suits_gradients, suits_sums
 
-# Measured as those of `pointwise.py`. With more channels the matrices take longer than what they spare, and gᵀ·u finds
-# no room in registers.
-INNER, CHANNELS = 64, (64, 128, 256)
+# Measured as those of `pointwise.py`.
 SMALL_ROWS, SMALL_COLUMNS = 32, 16  # of a tile of the small matrices
 SQUARE_ROWS = 128
 
 
 @triton.jit
 def _load_pivot(moments, k, K: tl.constexpr):
-    """About what u is on average, as a half number: relu(β), β being what the norm adds."""
+    """About what u is on average: relu(β), β being what the norm adds."""
     return tl.maximum(tl.load(moments + 3 * K + k) + tl.load(moments + k) * tl.load(moments + 2 * K + k), 0.0)
 
 
@@ -223,9 +221,11 @@ def _weight_kernel(
 
 
 def suits_tail(dtype: torch.dtype, inner: int, channels: int, next_inner: int) -> bool:
-    """Whether the end of a block with such a convolution, and one to `next_inner` channels behind it, is done so."""
-    is_small = inner == INNER and channels in CHANNELS
-    return is_small and can_multiply(dtype, inner, channels) and suits_sums(dtype, next_inner, channels)
+    """Whether the end of a block with such a convolution, and one to `next_inner` channels behind it, is done so.
+
+    gᵀ·u must fit into registers as any matrix's gradient; with more channels the matrices take longer than they spare.
+    """
+    return suits_gradients(dtype, inner, channels) and suits_sums(dtype, next_inner, channels)
 
 
 def square_sums(x: Tensor, moments: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ class Pointwise(nn.Conv2d):
     fused = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return _multiply(x, self.weight) if self.fused else super().forward(x)
+        return multiply(x, self.weight) if self.fused else super().forward(x)
 
 
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """The 1×1 convolution of x by cuBLAS."""
     return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1)).permute(0, 3, 1, 2)
 
 
@@ -82,7 +83,7 @@ def _multiply_and_sum(x: Tensor, weight: Tensor, pivot: Tensor) -> tuple[Tensor,
     out_channels, in_channels = weight.shape[:2]
     if suits_stats(x.dtype, in_channels, out_channels):
         return product_stats(x, weight, pivot)
-    return _multiply(x, weight), None
+    return multiply(x, weight), None
 
 
 def _flatten(x: Tensor) -> Tensor:
@@ -90,11 +91,13 @@ def _flatten(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(0, 2)
 
 
-def _weight_gradient(dz: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `multiply`'s weight."""
     return (_flatten(dz).t() @ _flatten(x)).view_as(weight)
 
 
-def _input_gradient(dz: Tensor, weight: Tensor) -> Tensor:
+def multiply_back(dz: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of `multiply`'s x."""
     return (dz.permute(0, 2, 3, 1) @ weight.flatten(1)).permute(0, 3, 1, 2)
 
 
@@ -112,7 +115,7 @@ def _product_back(dz: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor
     out_channels, in_channels = weight.shape[:2]
     if suits_gradients(x.dtype, in_channels, out_channels):
         return product_gradients(dz, weight, x)
-    return _input_gradient(dz, weight), _weight_gradient(dz, x, weight)
+    return multiply_back(dz, weight), weight_gradient(dz, x, weight)
 
 
 class _Product(torch.autograd.Function):
@@ -206,8 +209,8 @@ class _Join(torch.autograd.Function):
             sums, d_next_weight = product_sums(dense(dz), next_weight, dy, y, norms, g)
         else:
             dz = dense(dz)
-            sums = join_sums(_input_gradient(dz, next_weight), dy, norms, y, g)
-            d_next_weight = _weight_gradient(dz, y, next_weight)
+            sums = join_sums(multiply_back(dz, next_weight), dy, norms, y, g)
+            d_next_weight = weight_gradient(dz, y, next_weight)
         dx, *of_shortcut = join_gradients(g, norms, sums)
         # Without a norm of its own, the shortcut's gradient is that of the sum.
         return None, dx, None, *(of_shortcut or [g]), None, d_next_weight, *parameter_gradients(sums, 2)

@@ -51,6 +51,16 @@ def test_pins_leave_only_what_was_asked_for() -> None:
     assert (launched.compile, launched.graph, recorded.graph) == ("block", False, True)
 
 
+@pytest.mark.parametrize(("capability", "fused"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_own_kernels_are_for_gpus_that_triton_supports(
+    capability: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert {execution.fused for execution in list_executions(tiny("fp16"))} == {fused}
+    assert list_executions(tiny("fp16", own_kernels="on"))[0].fused
+
+
 def test_where_every_way_fails_the_plain_step_remains_and_says_so() -> None:
     failed = [Trial(Execution(fused=True), float("inf"), "no driver"), Trial(Execution(graph=True), 0.1, "no memory")]
     best = pick_trial(failed)
