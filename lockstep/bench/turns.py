@@ -1,7 +1,8 @@
 """Sides of a benchmark that take turns, each in a process of its own: one that dies takes nobody along.
 
 Sides are prepared one after the other and only one runs at a time, so that they disturb neither each other's clocks nor
-each other's choice of kernels. On a GPU, a side that waits holds only the memory it cannot give back.
+each other's choice of kernels. On a GPU whose memory grows short, a side that waits holds only what it cannot give
+back.
 """
 
 import gc
@@ -25,6 +26,7 @@ TURN_S = 0.25
 FIRST_STEPS = 6  # choose, compile and record
 STEADY_STEPS = 3
 WARM_UP_STEPS = 2  # at the start of a turn: memory given back comes again, caches fill
+FREE_SHARE = 0.5  # of a GPU's memory; having more given back and allotted again takes seconds a turn
 
 
 class Entry(NamedTuple):
@@ -160,7 +162,7 @@ def _serve(connection: Connection, build: Callable[..., tuple[str, Step]], argum
             for _ in range(WARM_UP_STEPS):
                 step()
             connection.send(time_steps(step, count))
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and is_short(*torch.cuda.mem_get_info()):
                 torch.cuda.empty_cache()
     except (EOFError, ConnectionError):
         return
@@ -191,6 +193,11 @@ def _steady_memory() -> int:
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     return max(allocated, torch.cuda.memory_reserved())
+
+
+def is_short(free: int, total: int) -> bool:
+    """Whether a side should give its cached memory back before the next one's turn."""
+    return free < FREE_SHARE * total
 
 
 def time_steps(step: Step, count: int) -> float:
