@@ -121,7 +121,7 @@ class DataConfig(Section):
         default=(0.229, 0.224, 0.225), description="divides red, green, blue after the mean is subtracted"
     )
     decoder: Literal["auto", "cpu", "nvjpeg", "both"] = Field(
-        default="auto", description="who decodes training images; auto: on a GPU nvJPEG, with threads to help it"
+        default="auto", description="who decodes training images; auto: on a GPU nvJPEG, and threads where they help"
     )
     decode_threads: int = Field(default=0, ge=0, description="decoding threads of a rank; 0: from the cores it may use")
     prefetch_batches: int = Field(

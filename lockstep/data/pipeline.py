@@ -128,9 +128,10 @@ class TrainPipeline(Pipeline):
         must_wait = not pending.is_ready
         before = self._workshop.mark_step() if must_wait else None
         images, labels = pending.wait()
-        # A device that still has work queued has not felt the wait, and the first batches have nobody to hide behind.
-        felt = must_wait and (before is None or before.query()) and self._num_taken > self._depth
-        if felt and self._workshop.is_idle and self._depth < self._max_depth:
+        felt = must_wait and (before is None or before.query())  # not if the device still had work queued
+        self._workshop.note(felt)
+        is_first = self._num_taken <= self._depth  # and has nobody to hide behind
+        if felt and not is_first and self._workshop.is_idle and self._depth < self._max_depth:
             self._depth += 1
         self._num_taken += 1
         return images, labels

@@ -1,8 +1,7 @@
 """Batches prepared ahead of the step (step 5 on the walk): tasks of a few rows, and the threads that work them off.
 
 Decode threads and, on a GPU, threads that hand blocks to nvJPEG take tasks from one queue. The decode threads do what
-nvJPEG leaves over, and help it only where it falls behind: it may not be enough alone, but threads that decode hold up
-those that keep nvJPEG and the step busy.
+nvJPEG leaves over, and help it with the rest only where that is quicker (`balance.py`).
 """
 
 import threading
@@ -15,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from lockstep.data.balance import Balance
 from lockstep.data.block import Request, Rows
 from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
 
@@ -107,6 +107,7 @@ class Prefetcher:
         self._threads = threads
         self._fill_by_nvjpeg = fill_by_nvjpeg
         self._host_decodes = host_decodes
+        self.balance = Balance()
         self._tasks: deque[Task] = deque()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-decode")
@@ -122,8 +123,10 @@ class Prefetcher:
         making = self._path.begin(request)
         known = making.known_rows()
         rows = np.setdiff1d(np.arange(len(request.samples)), known)
-        # At least two tasks a thread, so that one slow image does not hold up the others' last rows.
-        step = min(MAX_TASK_ROWS, -(-len(rows) // (2 * self._threads))) or 1
+        step = MAX_TASK_ROWS
+        if not self._fill_by_nvjpeg:  # which takes several tasks at once, as long as they fill a block
+            # At least two tasks a thread, so that one slow image does not hold up the others' last rows.
+            step = min(step, -(-len(rows) // (2 * self._threads))) or 1
         parts = [rows[start : start + step] for start in range(0, len(rows), step)]
         if len(known) or not parts:
             parts.append(known)
@@ -160,8 +163,8 @@ class Prefetcher:
         task.pending.run(fill)
 
     def _is_in_hand(self, task: Task) -> bool:
-        """Whether nvJPEG keeps up and will do the first task in time: no batch but the last begun waits for it."""
-        return self._fill_by_nvjpeg is not None and not task.host_only and task.pending is self._tasks[-1].pending
+        """Whether a task is left to nvJPEG."""
+        return self._fill_by_nvjpeg is not None and not task.host_only and not self.balance.helps
 
     def _work_by_nvjpeg(self) -> None:
         """Hand the next tasks of one batch to nvJPEG; what it leaves becomes a task for the decode threads."""

@@ -16,8 +16,7 @@ from lockstep.errors import LockstepError
 
 # The share of the free device memory that decoded images may take when they are told to stay there.
 ON_SHARE = 0.8
-# Python runs one thread at a time. A few that decode help nvJPEG; on an H200 more of them held up those that keep
-# nvJPEG and the step busy, and the whole was slower (`bench input --train --threads N`).
+# For what nvJPEG leaves; Python runs one thread at a time, and more that decode hold up those that keep nvJPEG busy.
 THREADS_BESIDE_NVJPEG = 4
 # A thread that comes back from nvJPEG waits for its turn among others that read files, which by default may keep it for
 # 5 ms each: as long as nvJPEG takes for a block.
@@ -85,6 +84,10 @@ class Workshop:
         """Begin a batch."""
         return self._prefetcher.start(request)
 
+    def note(self, ran_dry: bool) -> None:
+        """A batch was handed over; whether the device had nothing left to do while it waited for it."""
+        self._prefetcher.balance.note(ran_dry)
+
     def mark_step(self) -> torch.cuda.Event | None:
         """An event behind everything the step has queued so far; None on a CPU, which queues nothing."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
@@ -92,7 +95,8 @@ class Workshop:
     def describe(self) -> str:
         """Who decodes, and what stays on the device."""
         threads = f"{self._threads} decode thread{'s' if self._threads > 1 else ''}"
-        who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": f"{threads} and nvJPEG"}[self._decoder]
+        both = f"nvJPEG and {threads}" + ("" if self._prefetcher.balance.helps else " for what it leaves")
+        who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]
         resident = self._path.resident if isinstance(self._path, DevicePath) else None
         return f"{who}, decoded images stay on the device" if resident else who
 
