@@ -11,6 +11,7 @@ settings.load_profile("patient")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("-m") != "gpu":
+    config.option.markexpr = config.option.markexpr or "not gpu"
+    if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA what there is
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is defined: kernels run on the CPU, step by step

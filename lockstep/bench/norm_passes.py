@@ -148,7 +148,8 @@ def _measure_whole(use: Use, copies: list[Copy], call: Callable[..., Tensor], *,
         return call(use.kind, norm, copy.x, copy.shortcut, shortcut_norm, use.padding)
 
     def backward(copy: Copy, y: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(y, [*copy.inputs, *parameters], copy.dy)
+        # What the forward pass saved must stay: memory let go while recording would be written to in every replay.
+        return torch.autograd.grad(y, [*copy.inputs, *parameters], copy.dy, retain_graph=True)
 
     warm_up(lambda: backward(copies[0], forward(copies[0])))
     there, outputs = record(lambda: [forward(copy) for copy in copies])

@@ -32,6 +32,7 @@ Compile = Literal["off", "whole", "stage", "block"]
 TRIAL_STEPS = 5
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
+MAX_SHAPES = 64  # of one kind of block
 OLDEST_GPU = (8, 0)  # for the own kernels, by compute capability
 
 
@@ -191,12 +192,28 @@ def apply_execution(execution: Execution, parts: Parts, count: int, global_size:
     for module in model.modules():
         module._compiled_call_impl = None
     for module in _modules_to_compile(model, execution.compile):
-        module.compile()
+        _compile_for_training(module)
     if not execution.graph:
         return partial(train_step, parts)
     if parts.hybrid is not None:  # nothing can be sent from within a recording
         parts.reducer.follow(replace(parts.reducer.plan, overlap=False))
     return RecordedStep(parts, count, global_size)
+
+
+def _compile_for_training(module: nn.Module) -> None:
+    """Compile a module for each shape it trains on; validation, whose shapes are others, runs it as it is."""
+    from torch._dynamo import config
+
+    # Blocks are compiled by shape, and beyond a few shapes of the same code the compiler gives up without a word.
+    config.recompile_limit = max(config.recompile_limit, MAX_SHAPES)
+    module.compile(dynamic=False)  # kernels that take any shape are slower by far
+    compiled = module._compiled_call_impl
+    assert compiled is not None
+
+    def call(*arguments: Tensor) -> object:
+        return (compiled if module.training else module._call_impl)(*arguments)
+
+    module._compiled_call_impl = call
 
 
 def _modules_to_compile(model: nn.Module, way: Compile) -> list[nn.Module]:

@@ -29,9 +29,9 @@ from lockstep.optim.schedule import Schedule
 from tests.ranks import run_ranks
 
 
-def compile_without_a_compiler(module: nn.Module) -> None:
+def compile_without_a_compiler(module: nn.Module, *, dynamic: bool | None = None, backend: Any = "eager") -> None:
     """Traced as it would be, with nothing behind."""
-    module._compiled_call_impl = torch.compile(module._call_impl, backend="eager")
+    module._compiled_call_impl = torch.compile(module._call_impl, backend=backend, dynamic=dynamic)
 
 
 def tiny(compute: Any, **train: Any) -> RunConfig:
@@ -97,21 +97,21 @@ def test_on_a_cpu_it_is_compiled_where_that_is_asked_for(monkeypatch: pytest.Mon
     assert said[0].startswith("The step runs with compiled by block, launched one by one: ")
 
 
-def compile_on_rank_0_only(module: nn.Module) -> None:
+def compile_on_rank_0_only(module: nn.Module, **options: Any) -> None:
     if torch.distributed.get_rank() > 0:
         raise_for_want_of_a_compiler(module)
     else:
-        compile_without_a_compiler(module)
+        compile_without_a_compiler(module, **options)
 
 
-def raise_for_want_of_a_compiler(module: nn.Module) -> None:
+def raise_for_want_of_a_compiler(module: nn.Module, **_: Any) -> None:
     def call(*_: Any) -> None:
         raise RuntimeError("\nno  C++ compiler was found\nset THIS for a stack trace")
 
     module._compiled_call_impl = call  # type: ignore[assignment]
 
 
-def raise_at_once(module: nn.Module) -> None:
+def raise_at_once(module: nn.Module, **_: Any) -> None:
     raise RuntimeError("not on this platform")
 
 
@@ -232,9 +232,9 @@ def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
 ) -> None:
     compiled: list[nn.Module] = []
 
-    def compile_eagerly(module: nn.Module) -> None:
+    def compile_eagerly(module: nn.Module, **options: Any) -> None:
         compiled.append(module)
-        compile_without_a_compiler(module)
+        compile_without_a_compiler(module, **options)
 
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
     config = tiny("fp32")
@@ -249,3 +249,33 @@ def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
             assert all(module._compiled_call_impl is None for module in parts.model.modules())
     assert len(compiled) == count
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs: list[list[Any]] = []
+
+    def count_graphs(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    def compile_and_count(module: nn.Module, **options: Any) -> None:
+        compile_without_a_compiler(module, **options, backend=count_graphs)
+
+    torch.compiler.reset()
+    monkeypatch.setattr(nn.Module, "compile", compile_and_count)
+    config = tiny("fp32")
+    with join_world(None) as world:
+        parts = build(config, world)
+        step = apply_execution(Execution(compile="block"), parts, 16, 16)
+        batch = fake_batch(config, world)
+        step(batch, 0.1, False)
+        step(replace(batch, images=batch.images[:12], labels=batch.labels[:12]), 0.1, False)
+        # Of eight blocks the first two are alike; the others change the number of channels or not.
+        assert len(graphs) == 2 * 7
+        assert not any(isinstance(value, torch.SymInt) for inputs in graphs for value in inputs)
+        parts.model.eval()
+        parts.model(batch.images[:5])
+        assert len(graphs) == 2 * 7
