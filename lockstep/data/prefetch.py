@@ -20,6 +20,7 @@ from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
 
 # Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
 MAX_TASK_ROWS = 16
+BLOCK_TASKS = MAX_IMAGES // MAX_TASK_ROWS  # of a block for nvJPEG
 
 
 class Making(Protocol):
@@ -134,11 +135,13 @@ class Prefetcher:
         pending = Pending(making, len(request.samples) or 1)
         with self._lock:  # all at once, so that nvJPEG finds enough for a whole block
             self._tasks.extend(Task(pending, part) for part in parts)
-        for _ in parts:
-            if self._host_decodes:
-                self._pool.submit(self._work)
-            if self._fill_by_nvjpeg:
+        # Nobody is woken who would find nothing to do: Python runs one thread at a time.
+        if self._fill_by_nvjpeg:
+            for _ in range(-(-len(parts) // BLOCK_TASKS)):
                 self._nvjpeg_pool.submit(self._work_by_nvjpeg)
+        if self._host_decodes and (self.balance.helps or not self._fill_by_nvjpeg):
+            for _ in parts:
+                self._pool.submit(self._work)
         return pending
 
     def _leave(self, pending: Pending, rows: Rows) -> None:

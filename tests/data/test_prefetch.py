@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.block import Request, Rows
-from lockstep.data.nvjpeg import MAX_IMAGES
+from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
 from lockstep.data.prefetch import Making, Prefetcher
 from lockstep.errors import LockstepError
 
@@ -114,13 +114,13 @@ def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     prefetcher = Prefetcher(Recorder(), 2, wait)
     prefetcher.balance.helps = helps
     pending = [prefetcher.start(request(320)) for _ in range(3)]
-    # nvJPEG's two threads wait with a block each of the first batch; the decode threads do what they may meanwhile.
+    # nvJPEG's threads wait with a block each; the decode threads do what they may meanwhile.
     deadline = time.monotonic() + 20
     while helps and prefetcher._tasks and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    found = [len(batch.making.filled) for batch in pending]
-    assert found == ([320 - 2 * MAX_IMAGES, 320, 320] if helps else [0, 0, 0])
+    num_filled = sum(len(batch.making.filled) for batch in pending)
+    assert num_filled >= 3 * 320 - NUM_THREADS * MAX_IMAGES if helps else num_filled == 0
     gate.set()
     for batch in pending:
         batch.wait()
