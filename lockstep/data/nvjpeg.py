@@ -16,9 +16,8 @@ from lockstep.data.reader import Loaded
 
 # Images of one call: enough to keep nvJPEG's engines busy, few enough that a batch need not wait long for one.
 MAX_IMAGES = 64
-# While one's images are decoded, the others read and parse theirs, which takes about as long: one thread at a time runs
-# in Python, and the step has to have its turn.
-NUM_THREADS = 3
+# One reads and parses images while the other's are decoded.
+NUM_THREADS = 2
 
 
 @cache

@@ -16,8 +16,8 @@ from lockstep.errors import LockstepError
 
 # The share of the free device memory that decoded images may take when they are told to stay there.
 ON_SHARE = 0.8
-# For what nvJPEG leaves: grey photos, and large ones, which take a thread long and must not hold up their batches.
-THREADS_BESIDE_NVJPEG = 8
+# For what nvJPEG leaves; Python runs one thread at a time, and more that decode hold up those that keep nvJPEG busy.
+THREADS_BESIDE_NVJPEG = 4
 # A thread that comes back from nvJPEG waits for its turn among others that read files, which by default may keep it for
 # 5 ms each: as long as nvJPEG takes for a block.
 TURN_S = 0.0005

@@ -15,7 +15,7 @@ from lockstep.engine import build
         ("cpu", "cpu", 2, 7, 7),
         ("cuda", "cpu", 16, 0, 14),
         ("cuda", "cpu", 2, 0, 1),
-        ("cuda", "both", 16, 0, 8),
+        ("cuda", "both", 16, 0, 4),
         ("cuda", "both", 3, 0, 1),
         ("cuda", "both", 16, 12, 12),
     ],
