@@ -18,9 +18,9 @@ from lockstep.errors import LockstepError
 ON_SHARE = 0.8
 # For what nvJPEG leaves; Python runs one thread at a time, and more that decode hold up those that keep nvJPEG busy.
 THREADS_BESIDE_NVJPEG = 4
-# A thread that comes back from nvJPEG waits for its turn among others that read files, which by default may keep it for
+# A thread that comes back from nvJPEG or from a file waits for its turn among others, which by default may keep it for
 # 5 ms each: as long as nvJPEG takes for a block.
-TURN_S = 0.0005
+TURN_S = 0.0001
 
 DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]
 Residence = Literal["auto", "on", "off"]
