@@ -123,6 +123,9 @@ class DataConfig(Section):
     decoder: Literal["auto", "cpu", "nvjpeg", "both"] = Field(
         default="auto", description="who decodes training images; auto: on a GPU nvJPEG, and threads where they help"
     )
+    read_processes: int = Field(
+        default=2, ge=0, description="processes of a rank that read files for nvJPEG; 0: its own threads do"
+    )
     decode_threads: int = Field(default=0, ge=0, description="decoding threads of a rank; 0: from the cores it may use")
     prefetch_batches: int = Field(
         default=0, ge=0, description="batches prepared ahead of the step; 0: as many as it takes, by measurement"

@@ -1,8 +1,8 @@
 """Whether decode threads help nvJPEG (step 3 on the walk): tried when the device runs dry, kept where it is quicker.
 
-Where nvJPEG has engines of its own it is quicker alone, because Python runs one thread at a time and threads that decode
-hold up those that keep it busy; elsewhere a host's cores may be worth as much as the GPU. Neither can be told from the
-outside, so both are measured, over windows of batches and only while input is what the step waits for.
+Where nvJPEG has engines of its own it is quicker alone, because Python runs one thread at a time and threads that
+decode hold up those that keep it busy; elsewhere a host's cores may be worth as much as the GPU. Neither can be told
+from the outside, so both are measured, over windows of batches and only while input is what the step waits for.
 """
 
 import time
@@ -18,6 +18,10 @@ FIRST_PATIENCE, MAX_PATIENCE = 8, 256  # windows until the slower way is tried a
 
 class Balance:
     """Takes note of every batch and says who decodes."""
+
+    _times: list[float]  # when each batch of this window came
+    _num_dry: int
+    _to_settle: int
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.helps = False
@@ -60,5 +64,5 @@ class Balance:
 
     def _begin(self, *, settle: bool) -> None:
         self._to_settle = SETTLE if settle else 0
-        self._times: list[float] = [self._clock()]
+        self._times = [self._clock()]
         self._num_dry = 0

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lockstep.data.augment import Boxes, Sides, choose_factors, reduce_boxes
 from lockstep.data.decode import DecodeError, Pixels, decode
 from lockstep.data.order import Samples
-from lockstep.data.reader import Loaded, SampleReader
+from lockstep.data.reader import Fetch, Loaded, SampleReader
 
 Rows = NDArray[np.int64]
 # Rows of the batch and the sizes of their images -> where the crops lie, and which are mirrored.
@@ -61,10 +61,15 @@ class Block:
         )
 
 
-def open_block(request: Request, rows: Rows, reader: SampleReader, full_size: bool) -> Block:
+def open_block(
+    request: Request,
+    rows: Rows,
+    reader: SampleReader,
+    full_size: bool,
+    fetch: Fetch | None = None,
+) -> Block:
     """Read the rows' samples and place their crops; rows of bad samples are left out unless they can be replaced."""
-    load = reader.load_or_next if request.replaces else reader.load
-    images = [load(sample) for sample in request.samples[rows].tolist()]
+    images = reader.load_all(request.samples[rows].tolist(), request.replaces, fetch)
     found = [image for image in images if image]
     if len(found) < len(images):
         has_image = np.array([image is not None for image in images])

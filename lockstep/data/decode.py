@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 Pixels = NDArray[np.uint8]
 Encoded = bytes | memoryview
@@ -129,4 +129,6 @@ def _decode_with_pillow(data: Encoded, factor: int) -> Pixels:
 
 
 def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "no format that Pillow knows"  # its own words name an object in memory
     return str(error) or type(error).__name__

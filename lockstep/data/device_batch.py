@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lockstep.data.block import Block, Request, Rows, decode_each, open_block
 from lockstep.data.nvjpeg import Nvjpeg
-from lockstep.data.reader import SampleReader
+from lockstep.data.read_process import ReadPool
+from lockstep.data.reader import Fetch, SampleReader
 from lockstep.data.resident import Resident
 from lockstep.kernels.crop import crop_resize, crop_resize_plain, crop_table, interleaved, planar
 
@@ -58,8 +59,10 @@ class DevicePath:
         dtype: torch.dtype,
         resident: Resident | None,
         nvjpeg: Nvjpeg | None,
+        read_processes: int = 0,
     ) -> None:
         self.reader, self.resident, self.nvjpeg = reader, resident, nvjpeg
+        self.read_pool = ReadPool(reader.source, read_processes if nvjpeg else 0)
         self.mean, self.std, self.dtype = mean, std, dtype
         self.lane = Lane(device)
         # Triton compiles at the first launch, which two threads must not do at once.
@@ -68,6 +71,12 @@ class DevicePath:
     def begin(self, request: Request) -> "DeviceBatch":
         """A batch to be filled."""
         return DeviceBatch(self, request)
+
+    def close(self) -> None:
+        """End the processes that read, and wait for what is still on the lane."""
+        self.read_pool.close()
+        if self.lane.stream:
+            self.lane.stream.synchronize()
 
     def crop(self, table: Tensor, out: Tensor) -> None:
         """Fill `out` from the images of the table, in the lane."""
@@ -137,7 +146,11 @@ class DeviceBatch:
         nvjpeg = self._path.nvjpeg
         assert nvjpeg is not None
         rows = self._fill_known(rows)
-        block = open_block(self._request, rows, self._path.reader, full_size=self._path.resident is not None)
+        with self._path.read_pool.lend() as process:
+            return self._decode_by_nvjpeg(nvjpeg, rows, process.load if process else None)
+
+    def _decode_by_nvjpeg(self, nvjpeg: Nvjpeg, rows: Rows, fetch: Fetch | None) -> Rows:
+        block = open_block(self._request, rows, self._path.reader, self._path.resident is not None, fetch)
         # What libjpeg-turbo decodes at a reduced scale would take nvJPEG up to 64 times the memory.
         fit = np.array([nvjpeg.can_decode(image) for image in block.images], np.bool_) & (block.factors == 1)
         part = block.select(np.flatnonzero(fit))

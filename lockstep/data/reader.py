@@ -4,6 +4,7 @@ A large data set holds a few damaged files, and they must not end a run; many of
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from lockstep.data.decode import DecodeError, Encoded, Header, read_header
@@ -18,6 +19,9 @@ class Loaded(NamedTuple):
     sample: int
     data: Encoded
     header: Header
+
+
+Fetch = Callable[[list[int]], list[Loaded | None]]  # None for what the caller has to read himself
 
 
 class SampleReader:
@@ -46,6 +50,14 @@ class SampleReader:
             if loaded:
                 return loaded
         raise LockstepError(f"None of the {self.source.num_samples} samples can be read; check data.path.")
+
+    def load_all(self, samples: list[int], replaces: bool, fetch: Fetch | None = None) -> list[Loaded | None]:
+        """Each sample, or where it is bad the next usable one or None; `fetch` may get some of them more cheaply."""
+        load = self.load_or_next if replaces else self.load
+        if fetch is None:
+            return [load(sample) for sample in samples]
+        fetched = zip(samples, fetch(samples), strict=True)
+        return [image if image and sample not in self.bad else load(sample) for sample, image in fetched]
 
     def count_bad(self, sample: int, error: OSError | DecodeError) -> None:
         """Note that a sample cannot be used, and stop the run when there are too many."""

@@ -62,7 +62,7 @@ class Shards:
     def __init__(self, root: Path, index: Index) -> None:
         self.classes = index.classes
         self.labels = index.labels
-        self._index = index
+        self._root, self._index = root, index
         self._paths = [root / shard.name for shard in index.shards]
         self._firsts = list(accumulate((shard.num_samples for shard in index.shards), initial=0))
         # A third of the files this process may open, because there are two splits; the least used give way.
@@ -72,6 +72,9 @@ class Shards:
     @property
     def num_samples(self) -> int:
         return self._index.num_samples
+
+    def __reduce__(self) -> tuple[type["Shards"], tuple[Path, Index]]:
+        return Shards, (self._root, self._index)  # for another process, which opens the files itself
 
     def _path(self, index: int) -> Path:
         return self._paths[bisect_right(self._firsts, index) - 1]

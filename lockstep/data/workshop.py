@@ -36,6 +36,7 @@ class Means(TypedDict):
     dtype: NotRequired[torch.dtype]  # of the images
     decoder: NotRequired[DecoderName]
     resident: NotRequired[Residence]
+    read_processes: NotRequired[int]  # that read files for nvJPEG
     on_device: NotRequired[bool]  # whether the device crops; by default a GPU does
 
 
@@ -52,6 +53,7 @@ class Workshop:
         dtype: torch.dtype = torch.float32,
         decoder: DecoderName = "auto",
         resident: Residence = "auto",
+        read_processes: int = 0,
         on_device: bool | None = None,
         *,
         share: float,
@@ -65,7 +67,7 @@ class Workshop:
             if nvjpeg:
                 sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
             kept = build_resident(resident, reader, device, share)
-            self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg)
+            self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg, read_processes)
         else:
             self._path = HostPath(reader, mean, std, dtype)
         self._prefetcher = Prefetcher(
@@ -96,15 +98,17 @@ class Workshop:
         """Who decodes, and what stays on the device."""
         threads = f"{self._threads} decode thread{'s' if self._threads > 1 else ''}"
         both = f"nvJPEG and {threads}" + ("" if self._prefetcher.balance.helps else " for what it leaves")
-        who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]
-        resident = self._path.resident if isinstance(self._path, DevicePath) else None
-        return f"{who}, decoded images stay on the device" if resident else who
+        parts = [{"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]]
+        if isinstance(self._path, DevicePath):
+            parts += [self._path.read_pool.describe()] * bool(self._path.read_pool)
+            parts += ["decoded images stay on the device"] * bool(self._path.resident)
+        return ", ".join(parts)
 
     def close(self) -> None:
         """Stop the threads, and let the device finish what they have started."""
         self._prefetcher.close()
-        if isinstance(self._path, DevicePath) and self._path.lane.stream:
-            self._path.lane.stream.synchronize()
+        if isinstance(self._path, DevicePath):
+            self._path.close()
 
 
 def _fill_by_nvjpeg(making: Making, rows: Rows) -> Rows:

@@ -311,6 +311,7 @@ def build_train_pipeline(config: RunConfig, world: World, source: Source, start:
         start=start,
         bad_share=data.bad_share,
         decoder=data.decoder,
+        read_processes=data.read_processes,
         resident=data.resident,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

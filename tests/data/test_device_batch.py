@@ -14,6 +14,7 @@ from lockstep.data.pipeline import Batch, TrainPipeline
 from lockstep.kernels.crop import crop_resize
 from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
 from tests.data.test_pipeline import STD, eval_pipeline, take, train_pipeline
+from tests.data.test_read_process import wait_until
 
 # The host's path rounds to whole levels twice, the kernel never does; a level is 1 / 255 / std.
 TOLERANCE = 1.51 / 255 / STD[0]
@@ -118,14 +119,19 @@ class CpuNvjpeg:
         pass
 
 
+@pytest.mark.parametrize("read_processes", [0, 2])
 @pytest.mark.parametrize("decoder", ["nvjpeg", "both"])
-def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(
+    decoder: str, read_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = odd_photos(64)
     nvjpeg = CpuNvjpeg(refused=(source.encoded[0],))
     monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
     monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
     options = {"bad_share": 0.2, "global_batch": 64}
-    with on_device(source, decoder=decoder, **options) as pipeline:
+    with on_device(source, decoder=decoder, read_processes=read_processes, **options) as pipeline:
+        for process in pipeline._workshop._path.read_pool._all:  # or they would only be ready when all is over
+            wait_until(lambda process=process: process.is_ready)
         batches = list(islice(pipeline, 4))
         assert sorted(pipeline.bad) == BAD_AMONG_ODD
     assert_alike(batches, take(4, train_pipeline(source, **options)))

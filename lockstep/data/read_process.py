@@ -1,0 +1,153 @@
+"""Files read and parsed by processes of their own, into shared memory (step 2 on the walk, for nvJPEG).
+
+Python runs one thread at a time, and a thread that reads a file gives its turn away four times. Threads that feed
+nvJPEG spent more time waiting for each other than nvJPEG took; here they ask for a whole block of samples and wait
+once. What a process cannot read, has no room for or does not answer is left to the caller, who reads it himself and
+counts what is bad. Torch-free: this module is also what the process runs.
+"""
+
+import mmap
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from lockstep.data.decode import DecodeError, Header, read_header
+from lockstep.data.reader import Loaded
+from lockstep.data.sources import Source
+
+MEMORY_BYTES = 1 << 25  # of one process: a block of photographs; pages never written to take no memory
+END_S = 5.0  # for a process to end
+READY = "ready"
+Found = tuple[int, int, Header] | None  # from where to where in the memory
+
+
+class ReadProcess:
+    """A process that reads samples; used by one thread at a time."""
+
+    def __init__(self, source: Source, num_bytes: int = MEMORY_BYTES) -> None:
+        file = os.memfd_create("lockstep-read")
+        try:
+            os.truncate(file, num_bytes)
+            self._memory = memoryview(mmap.mmap(file, num_bytes))
+            self._connection, theirs = Pipe()
+            # In a session of its own, where no Ctrl-C reaches it: it ends when the other end of its pipe is closed.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep.data.read_process", str(theirs.fileno()), str(file)],
+                pass_fds=(theirs.fileno(), file),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+        finally:
+            os.close(file)
+        self.is_ready = False
+        # A list of a million files takes a while to get across, and training need not wait for it.
+        self._introduction = threading.Thread(
+            target=self._introduce, args=(source,), name="lockstep-introduce", daemon=True
+        )
+        self._introduction.start()
+
+    def _introduce(self, source: Source) -> None:
+        with suppress(EOFError, OSError):
+            self._connection.send(source)
+            self.is_ready = self._connection.recv() == READY
+
+    def load(self, samples: Sequence[int]) -> list[Loaded | None]:
+        """What it could read, until it is asked again; nothing before it is ready and after it has died."""
+        found: list[Found] = [None] * len(samples)
+        if self.is_ready:
+            try:
+                self._connection.send(samples)
+                found = self._connection.recv()
+            except (EOFError, OSError):
+                self.is_ready = False
+        return [
+            Loaded(sample, self._memory[item[0] : item[1]], item[2]) if item else None
+            for sample, item in zip(samples, found, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the process, which has nothing to lose."""
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):  # a disk that does not answer may hold it
+            self.process.wait(END_S)
+        self._introduction.join(END_S)  # before its connection is closed, whose number may soon be another file's
+        self.is_ready = False
+        self._connection.close()
+
+
+class ReadPool:
+    """A few such processes, lent one at a time; none where the system cannot share memory this way."""
+
+    def __init__(self, source: Source, count: int) -> None:
+        self._all: list[ReadProcess] = []
+        with suppress(OSError):  # no more processes, files or memory to be had: fewer of them, or none
+            for _ in range(count if hasattr(os, "memfd_create") else 0):
+                self._all.append(ReadProcess(source))
+        self._free: queue.SimpleQueue[ReadProcess] = queue.SimpleQueue()
+        for process in self._all:
+            self._free.put(process)
+
+    def describe(self) -> str:
+        """How many read, and whether some no longer do."""
+        alive = sum(process.process.poll() is None for process in self._all)
+        text = f"{alive} process{'es' if alive != 1 else ''} reading"
+        return text + (f" ({len(self._all) - alive} died)" if alive < len(self._all) else "")
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    @contextmanager
+    def lend(self) -> Iterator[ReadProcess | None]:
+        """One that nobody uses, whose answers stay as they are while it is lent; None where all are in use."""
+        process = None
+        with suppress(queue.Empty):
+            process = self._free.get_nowait()
+        try:
+            yield process
+        finally:
+            if process:
+                self._free.put(process)
+
+    def close(self) -> None:
+        """End all of them."""
+        for process in self._all:
+            process.close()
+
+
+def read_into(memory: memoryview | mmap.mmap, source: Source, samples: Sequence[int]) -> Iterator[Found]:
+    """Read samples one behind the other, as far as there is room."""
+    at, room = 0, len(memory)
+    for sample in samples:
+        try:
+            data = source.read(sample)
+            header = read_header(data)
+        except (OSError, DecodeError):
+            yield None
+            continue
+        end = at + len(data)
+        if end > room:
+            yield None
+            continue
+        memory[at:end] = data
+        yield at, end, header
+        at = end
+
+
+def serve(connection: Connection, memory: mmap.mmap) -> None:
+    """The process: learn what the source is, then read until nobody asks."""
+    with suppress(EOFError, ConnectionError):
+        source = connection.recv()
+        connection.send(READY)
+        while True:
+            connection.send(list(read_into(memory, source, connection.recv())))
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), mmap.mmap(int(sys.argv[2]), 0))

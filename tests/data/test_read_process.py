@@ -1,0 +1,182 @@
+"""Processes that read: the same bytes as reading here; what they cannot do is done here; they never outlive anybody."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.data.pack import pack_folder
+from lockstep.data.read_process import ReadPool, ReadProcess
+from lockstep.data.reader import SampleReader
+from lockstep.data.shards import open_shards
+from lockstep.data.sources import ImageFolder, Source, open_folder
+from tests.data.pictures import BAD_AMONG_ODD, Pictures, odd_photos, photos
+
+WAIT_S = 60.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_process(source: Source, **options: int) -> ReadProcess:
+    process = ReadProcess(source, **options)
+    wait_until(lambda: process.is_ready)
+    return process
+
+
+@pytest.fixture(scope="module")
+def odd() -> Iterator[tuple[Pictures, ReadProcess]]:
+    source = odd_photos(64)
+    process = open_process(source)
+    yield source, process
+    process.close()
+    assert process.process.returncode is not None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split in ("train", "val"):
+        for name in ("ants", "bees"):
+            (tmp_path / "images" / split / name).mkdir(parents=True)
+            for number, data in enumerate(photos(5).encoded):
+                (tmp_path / "images" / split / name / f"{number}.jpg").write_bytes(data)
+    return tmp_path / "images"
+
+
+def test_samples_come_as_if_they_were_read_here(odd: tuple[Pictures, ReadProcess]) -> None:
+    source, process = odd
+    reader = SampleReader(source, 1.0)
+    for samples in ([3], [5, 4, 4, 63], list(range(64))):
+        fetched = process.load(samples)
+        for image, expected in zip(fetched, map(reader.load, samples), strict=True):
+            if image is not None:
+                assert expected is not None
+                assert (image.sample, image.header) == (expected.sample, expected.header)
+                assert bytes(image.data) == expected.data
+    assert sum(image is not None for image in fetched) > 40
+
+
+def test_what_is_bad_is_counted_and_replaced_as_without_processes(odd: tuple[Pictures, ReadProcess]) -> None:
+    source, process = odd
+    samples = list(range(64))
+    for replaces in (True, False):
+        with_process, without = SampleReader(source, 1.0), SampleReader(source, 1.0)
+        for _ in range(2):  # once more when the bad ones are known
+            fetched = with_process.load_all(samples, replaces, process.load)
+            expected = without.load_all(samples, replaces)
+            assert [image and image.sample for image in fetched] == [image and image.sample for image in expected]
+        assert with_process.bad == without.bad
+        assert set(with_process.bad) <= set(BAD_AMONG_ODD)
+
+
+def test_a_sample_found_bad_by_a_decoder_is_not_taken_again(odd: tuple[Pictures, ReadProcess]) -> None:
+    source, process = odd
+    reader = SampleReader(source, 1.0)
+    good = next(sample for sample in range(64) if process.load([sample, sample + 1]).count(None) == 0)
+    reader.bad[good] = "damaged further on"
+    (image,) = reader.load_all([good], True, process.load)
+    assert image is not None
+    assert image.sample == good + 1
+    assert reader.load_all([good], False, process.load) == [None]
+
+
+def test_what_has_no_room_is_left_to_the_caller() -> None:
+    source = photos(8)
+    sizes = [len(data) for data in source.encoded]
+    process = open_process(source, num_bytes=sizes[0] + sizes[1] + 1)
+    fetched = process.load([0, 1, 2, 3])
+    assert [image is not None for image in fetched] == [True, True, False, False]
+    images = SampleReader(source, 0.0).load_all([2, 0, 3], True, process.load)
+    assert [bytes(image.data) for image in images if image] == [source.encoded[sample] for sample in (2, 0, 3)]
+    process.close()
+
+
+def test_a_folder_and_shards_are_read_by_another_process(folder: Path, tmp_path: Path) -> None:
+    train, _ = open_folder(folder)
+    pack_folder(folder, tmp_path / "shards", shard_mb=0.01)
+    shards, _ = open_shards(tmp_path / "shards")
+    assert isinstance(train, ImageFolder)
+    for source in (train, shards):
+        process = open_process(source)
+        fetched = process.load(list(range(source.num_samples)))
+        assert [image and bytes(image.data) for image in fetched] == [source.read(n) for n in range(source.num_samples)]
+        process.close()
+
+
+def test_a_process_that_was_killed_costs_nothing_but_speed() -> None:
+    source = photos(8)
+    pool = ReadPool(source, 2)
+    with pool.lend() as process:
+        assert process is not None
+        wait_until(lambda: process.is_ready)
+        process.process.kill()
+        process.process.wait()
+        for _ in range(2):
+            images = SampleReader(source, 0.0).load_all([1, 2], True, process.load)
+            assert [bytes(image.data) for image in images if image] == source.encoded[1:3]
+    assert pool.describe() == "1 process reading (1 died)"
+    pool.close()
+
+
+def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReadProcess, "_introduce", lambda self, source: None)
+    process = ReadProcess(photos(2))
+    assert process.load([0, 1]) == [None, None]
+    process.close()
+    assert process.process.returncode is not None
+
+
+def test_each_process_is_lent_to_one_at_a_time_and_all_end_with_the_pool() -> None:
+    pool = ReadPool(photos(2), 2)
+    with pool.lend() as one, pool.lend() as other:
+        assert one is not None
+        assert other is not None
+        assert one is not other
+        with pool.lend() as third:
+            assert third is None
+    with pool.lend() as again:
+        assert again in (one, other)
+    assert pool.describe() == "2 processes reading"
+    pool.close()
+    assert all(process.process.returncode is not None for process in (one, other))
+
+
+PARENT = """
+import sys, time
+from lockstep.data.read_process import ReadProcess
+from tests.data.pictures import photos
+process = ReadProcess(photos(4))
+while not process.is_ready:
+    time.sleep(0.01)
+print(process.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_outlives_a_parent_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until(lambda: not is_running(child))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process that does more than wait to be buried."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state != "Z"
