@@ -20,7 +20,6 @@ from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
 
 # Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
 MAX_TASK_ROWS = 16
-BLOCK_TASKS = MAX_IMAGES // MAX_TASK_ROWS  # of a block for nvJPEG
 
 
 class Making(Protocol):
@@ -137,7 +136,7 @@ class Prefetcher:
             self._tasks.extend(Task(pending, part) for part in parts)
         # Nobody is woken who would find nothing to do: Python runs one thread at a time.
         if self._fill_by_nvjpeg:
-            for _ in range(-(-len(parts) // BLOCK_TASKS)):
+            for _ in range(NUM_THREADS):
                 self._nvjpeg_pool.submit(self._work_by_nvjpeg)
         if self._host_decodes and (self.balance.helps or not self._fill_by_nvjpeg):
             for _ in parts:
@@ -170,10 +169,12 @@ class Prefetcher:
         return self._fill_by_nvjpeg is not None and not task.host_only and not self.balance.helps
 
     def _work_by_nvjpeg(self) -> None:
-        """Hand the next tasks of one batch to nvJPEG; what it leaves becomes a task for the decode threads."""
-        tasks = self._take_for_nvjpeg()
-        if not tasks:
-            return
+        """Hand tasks to nvJPEG as long as there are any for it."""
+        while tasks := self._take_for_nvjpeg():
+            self._hand_to_nvjpeg(tasks)
+
+    def _hand_to_nvjpeg(self, tasks: list[Task]) -> None:
+        """What it leaves becomes a task for the decode threads."""
         pending, rows = tasks[0].pending, np.concatenate([task.rows for task in tasks])
 
         def fill() -> int:
@@ -202,5 +203,7 @@ class Prefetcher:
 
     def close(self) -> None:
         """Drop what is not yet started and stop the threads."""
+        with self._lock:
+            self._tasks.clear()
         for pool in (self._pool, self._nvjpeg_pool):
             pool.shutdown(wait=True, cancel_futures=True)

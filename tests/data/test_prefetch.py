@@ -104,6 +104,25 @@ def test_nvjpeg_and_the_threads_share_the_rows(host_decodes: bool) -> None:
 
 
 @pytest.mark.parametrize("helps", [False, True])
+@pytest.mark.parametrize("known", [0, 1, 30, 50, 78])
+def test_no_row_waits_for_somebody_who_is_never_woken(known: int, helps: bool) -> None:
+    """Tasks of any size, such as all the rows whose images are on the device already, do not fill whole blocks."""
+
+    def take_all(making: Making, rows: Rows) -> Rows:
+        assert isinstance(making, Recording)
+        making.by_nvjpeg += rows.tolist()
+        return rows[:0]
+
+    prefetcher = Prefetcher(Recorder(known), 2, take_all)
+    prefetcher.balance.helps = helps
+    for _ in range(3):
+        batch = prefetcher.start(request(80))
+        batch.done.result(timeout=20)
+        assert sorted(batch.making.filled + batch.making.by_nvjpeg) == list(range(80))
+    prefetcher.close()
+
+
+@pytest.mark.parametrize("helps", [False, True])
 def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     gate = threading.Event()
 
