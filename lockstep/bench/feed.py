@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from rich.console import Console
 
+from lockstep.bench.photos import CLASSES, Repeated
 from lockstep.bench.results import check_files, write_rows
 from lockstep.comm.world import World, join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
@@ -37,7 +36,7 @@ from lockstep.errors import LockstepError
 from lockstep.models import RESNET_DEPTHS
 from lockstep.optim.schedule import Schedule
 
-LR, CLASSES = 1e-3, 1000
+LR = 1e-3
 # Steps the host may be ahead of the device: a training loop that reads its loss now and then is not further ahead.
 STEPS_AHEAD = 2
 # Of the time asked for: how long the step on data in memory runs before and after, and the pipeline before it counts.
@@ -72,23 +71,6 @@ class Row:
     model: str
     batch: int
     setting: str
-
-
-class Repeated:
-    """A source of any length out of a few images, over and over."""
-
-    classes = tuple(map(str, range(CLASSES)))
-
-    def __init__(self, source: Source, num_samples: int) -> None:
-        self._source = source
-        self.num_samples = num_samples
-        self.labels: NDArray[np.int64] = np.arange(num_samples) % CLASSES
-
-    def read(self, index: int) -> bytes:
-        return self._source.read(index % self._source.num_samples)
-
-    def name(self, index: int) -> str:
-        return self._source.name(index % self._source.num_samples)
 
 
 def measure_feed(source: Source, wanted: Wanted, world: World, say: Say = lambda line: None) -> list[Row]:

@@ -125,9 +125,12 @@ def measure_wholes(uses: Counter[Use], bytes_per_s: float, compiled: bool, conso
 
 
 def _measure_compiled(use: Use, copies: list[Copy], console: Console) -> tuple[float | None, float | None]:
+    from torch._functorch import config
+
     torch.compiler.reset()  # or it gives up compiling after a few shapes
     try:
-        return _measure_whole(use, copies, torch.compile(call_norm, dynamic=False), fused=False)
+        with config.patch(donated_buffer=False):  # or what was saved for a backward pass is written to in it
+            return _measure_whole(use, copies, torch.compile(call_norm, dynamic=False), fused=False)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:  # compilers raise nearly anything; our own times are still good

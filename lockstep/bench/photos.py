@@ -14,11 +14,13 @@ from PIL import Image
 
 from lockstep.data.decode import Pixels
 from lockstep.data.generated import build_cached
+from lockstep.data.sources import Source
 
 LONG_SIDE, SHORT_SIDE = 500, 375  # pixels
 QUALITY = 93
 GRAIN_LEVELS = 10.0
 EDGES = 12
+CLASSES = 1000  # that repeated photos pretend to show
 
 
 def build_photos(cache: Path, count: int, progress: Callable[[int, int], None] | None = None) -> Path:
@@ -57,3 +59,20 @@ def _shade(random: np.random.Generator, cells: int, height: int, width: int) -> 
     coarse = random.uniform(0, 255, (cells, cells, 3)).astype(np.uint8)
     smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     return np.asarray(smooth, np.float32) / np.float32(127.5) - np.float32(1)
+
+
+class Repeated:
+    """A source of any length out of a few images, over and over."""
+
+    classes = tuple(map(str, range(CLASSES)))
+
+    def __init__(self, source: Source, num_samples: int) -> None:
+        self._source = source
+        self.num_samples = num_samples
+        self.labels: NDArray[np.int64] = np.arange(num_samples) % CLASSES
+
+    def read(self, index: int) -> bytes:
+        return self._source.read(index % self._source.num_samples)
+
+    def name(self, index: int) -> str:
+        return self._source.name(index % self._source.num_samples)

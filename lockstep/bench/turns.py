@@ -26,7 +26,7 @@ TURN_S = 0.25
 FIRST_STEPS = 6  # choose, compile and record
 STEADY_STEPS = 3
 WARM_UP_STEPS = 2  # at the start of a turn: memory given back comes again, caches fill
-FREE_SHARE = 0.5  # of a GPU's memory; having more given back and allotted again takes seconds a turn
+ROOM = 1.5  # times what another side needs at most has to be free when a turn ends, or memory is given back for it
 
 
 class Entry(NamedTuple):
@@ -94,7 +94,7 @@ def take_turns(
         for _ in range(rounds):
             for side in list(sides):
                 try:
-                    side.take_turn(turn_s)
+                    side.take_turn(turn_s, count_room([other.outcome for other in sides if other is not side]))
                 except _LeftOut as reason:
                     say(f"left out: {side.outcome.name}: {reason}")
                     sides.remove(side)
@@ -103,6 +103,11 @@ def take_turns(
     finally:
         for side in sides:
             side.end()
+
+
+def count_room(others: Sequence[Outcome]) -> float:
+    """Bytes that have to be free, so that any other side may take its turn."""
+    return ROOM * max((other.ready.peak_bytes for other in others), default=0)
 
 
 class _Side:
@@ -123,10 +128,10 @@ class _Side:
             self.end()
             raise
 
-    def take_turn(self, turn_s: float) -> None:
-        """Let it take as many steps as fit, but more than one."""
+    def take_turn(self, turn_s: float, room: float) -> None:
+        """Let it take as many steps as fit, but more than one, and leave that many bytes free afterwards."""
         with suppress(OSError):  # if its process has ended, waiting says so
-            self._connection.send(max(2, int(turn_s / self.outcome.ready.step_s)))
+            self._connection.send((max(2, int(turn_s / self.outcome.ready.step_s)), room))
         self.outcome.times.append(self._wait())
 
     def _wait(self) -> Any:
@@ -158,11 +163,12 @@ def _serve(connection: Connection, build: Callable[..., tuple[str, Step]], argum
         ready, step = _prepare(build, arguments)
         connection.send(ready)
         while True:
-            count = connection.recv()
+            count, room = connection.recv()
             for _ in range(WARM_UP_STEPS):
                 step()
             connection.send(time_steps(step, count))
-            if torch.cuda.is_available() and is_short(*torch.cuda.mem_get_info()):
+            # Only where it must be: having it given back and allotted again takes seconds a turn.
+            if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < room:
                 torch.cuda.empty_cache()
     except (EOFError, ConnectionError):
         return
@@ -193,11 +199,6 @@ def _steady_memory() -> int:
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     return max(allocated, torch.cuda.memory_reserved())
-
-
-def is_short(free: int, total: int) -> bool:
-    """Whether a side should give its cached memory back before the next one's turn."""
-    return free < FREE_SHARE * total
 
 
 def time_steps(step: Step, count: int) -> float:

@@ -2,7 +2,7 @@
 
 Where nvJPEG has engines of its own it is quicker alone, because Python runs one thread at a time and threads that
 decode hold up those that keep it busy; elsewhere a host's cores may be worth as much as the GPU. Neither can be told
-from the outside, so both are measured, over windows of batches and only while input is what the step waits for.
+from the outside, so both are measured, over windows of batches, once the step has had to wait for input.
 """
 
 import time
@@ -44,11 +44,13 @@ class Balance:
         """Stay, or change to the other way."""
         intervals = sorted(after - before for before, after in zip(self._times, self._times[1:], strict=False))
         is_starving = self._num_dry >= STARVING * WINDOW
-        if is_starving:
+        changes = False
+        # Help that is enough may still hold up the step itself, and may be needed no longer.
+        if is_starving or self.helps:
             counted = intervals[:-LONGEST]
             self._rates[self.helps] = len(counted) / max(sum(counted), 1e-9)
             self._windows += 1
-        changes = is_starving and self._is_other_better()
+            changes = self._is_other_better()
         if changes:
             self.helps = not self.helps
             self._windows = 0

@@ -2,8 +2,8 @@
 
 Python runs one thread at a time, and a thread that reads a file gives its turn away four times. Threads that feed
 nvJPEG spent more time waiting for each other than nvJPEG took; here they ask for a whole block of samples and wait
-once. What a process cannot read, has no room for or does not answer is left to the caller, who reads it himself and
-counts what is bad. Torch-free: this module is also what the process runs.
+once. What a process cannot read or has no room for, and everything before it is ready and after it has died, is left to
+the caller, who reads it himself and counts what is bad. Torch-free: this module is also what the process runs.
 """
 
 import mmap
@@ -38,7 +38,9 @@ class ReadProcess:
             self._connection, theirs = Pipe()
             # In a session of its own, where no Ctrl-C reaches it: it ends when the other end of its pipe is closed.
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "lockstep.data.read_process", str(theirs.fileno()), str(file)],
+                # It finds modules where this process does, and not in the current folder first.
+                [sys.executable, "-P", "-m", "lockstep.data.read_process", str(theirs.fileno()), str(file)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=(theirs.fileno(), file),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
@@ -54,14 +56,16 @@ class ReadProcess:
         self._introduction.start()
 
     def _introduce(self, source: Source) -> None:
-        with suppress(EOFError, OSError):
+        try:
             self._connection.send(source)
             self.is_ready = self._connection.recv() == READY
+        except Exception:  # it died, or this kind of source cannot be sent to anybody
+            self.process.kill()
 
     def load(self, samples: Sequence[int]) -> list[Loaded | None]:
         """What it could read, until it is asked again; nothing before it is ready and after it has died."""
         found: list[Found] = [None] * len(samples)
-        if self.is_ready:
+        if self.is_ready and samples:
             try:
                 self._connection.send(samples)
                 found = self._connection.recv()
@@ -73,13 +77,14 @@ class ReadProcess:
         ]
 
     def close(self) -> None:
-        """End the process, which has nothing to lose."""
+        """End the process, which has nothing to lose, and let go of its memory."""
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):  # a disk that does not answer may hold it
             self.process.wait(END_S)
         self._introduction.join(END_S)  # before its connection is closed, whose number may soon be another file's
         self.is_ready = False
         self._connection.close()
+        self._memory = memoryview(b"")
 
 
 class ReadPool:
@@ -112,8 +117,13 @@ class ReadPool:
         try:
             yield process
         finally:
-            if process:
+            if process and process.process.poll() is None:
                 self._free.put(process)
+
+    def kill(self) -> None:
+        """Nobody waits for an answer any more."""
+        for process in self._all:
+            process.process.kill()
 
     def close(self) -> None:
         """End all of them."""
@@ -122,9 +132,9 @@ class ReadPool:
 
 
 def read_into(memory: memoryview | mmap.mmap, source: Source, samples: Sequence[int]) -> Iterator[Found]:
-    """Read samples one behind the other, as far as there is room."""
+    """Read samples one behind the other, up to the first that has no room: all after it come from elsewhere."""
     at, room = 0, len(memory)
-    for sample in samples:
+    for number, sample in enumerate(samples):
         try:
             data = source.read(sample)
             header = read_header(data)
@@ -133,8 +143,8 @@ def read_into(memory: memoryview | mmap.mmap, source: Source, samples: Sequence[
             continue
         end = at + len(data)
         if end > room:
-            yield None
-            continue
+            yield from [None] * (len(samples) - number)
+            return
         memory[at:end] = data
         yield at, end, header
         at = end

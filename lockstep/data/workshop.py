@@ -106,6 +106,8 @@ class Workshop:
 
     def close(self) -> None:
         """Stop the threads, and let the device finish what they have started."""
+        if isinstance(self._path, DevicePath):
+            self._path.read_pool.kill()  # no thread must wait for an answer that does not come
         self._prefetcher.close()
         if isinstance(self._path, DevicePath):
             self._path.close()

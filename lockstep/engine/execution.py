@@ -32,7 +32,7 @@ Compile = Literal["off", "whole", "stage", "block"]
 TRIAL_STEPS = 5
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
-MAX_SHAPES = 64  # of one kind of block
+MAX_GRAPHS = 1024  # of one class: kinds of blocks × shapes of images
 OLDEST_GPU = (8, 0)  # for the own kernels, by compute capability
 
 
@@ -204,8 +204,9 @@ def _compile_for_training(module: nn.Module) -> None:
     """Compile a module for each shape it trains on; validation, whose shapes are others, runs it as it is."""
     from torch._dynamo import config
 
-    # Blocks are compiled by shape, and beyond a few shapes of the same code the compiler gives up without a word.
-    config.recompile_limit = max(config.recompile_limit, MAX_SHAPES)
+    # Blocks of one class share their code, and beyond a few kinds and shapes of them the compiler gives up.
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_GRAPHS)
     module.compile(dynamic=False)  # kernels that take any shape are slower by far
     compiled = module._compiled_call_impl
     assert compiled is not None

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lockstep.bench.feed import Repeated, Wanted, measure_feed, run
+from lockstep.bench.feed import Wanted, measure_feed, run
 from lockstep.bench.input import open_photos
-from lockstep.bench.photos import build_photos
+from lockstep.bench.photos import Repeated, build_photos
 from lockstep.comm.world import join_world
 from lockstep.errors import LockstepError
 from tests.engine import commands

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.bench.turns import WARM_UP_STEPS, Entry, Step, first_line, take_turns
+from lockstep.bench.turns import ROOM, WARM_UP_STEPS, Entry, Outcome, Ready, Step, count_room, first_line, take_turns
 
 
 def build_good(name: str, log: Path) -> tuple[str, Step]:
@@ -102,3 +102,10 @@ def test_no_process_is_left_when_the_parent_is_interrupted(tmp_path: Path) -> No
 )
 def test_an_error_is_one_line(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line
+
+
+def test_room_is_left_for_whichever_side_needs_most() -> None:
+    small, large = (Outcome("", Ready("", 0.0, 1.0, peak // 2, peak)) for peak in (10, 40))
+    assert count_room([small, large]) == ROOM * 40
+    assert count_room([small]) == ROOM * 10
+    assert count_room([]) == 0

@@ -1,5 +1,9 @@
 """The device's path, run on the CPU's memory: the same batches as the host's path, whoever decodes."""
 
+import signal
+import threading
+import time
+from collections.abc import Callable
 from itertools import islice
 
 import numpy as np
@@ -8,8 +12,9 @@ import torch
 from torch import Tensor
 
 from lockstep.data import device_batch, workshop
+from lockstep.data.balance import Balance
 from lockstep.data.decode import Encoded, decode
-from lockstep.data.nvjpeg import Nvjpeg
+from lockstep.data.nvjpeg import NUM_THREADS, Nvjpeg
 from lockstep.data.pipeline import Batch, TrainPipeline
 from lockstep.kernels.crop import crop_resize
 from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
@@ -130,12 +135,78 @@ def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(
     monkeypatch.setattr(workshop, "Nvjpeg", lambda device: nvjpeg)
     options = {"bad_share": 0.2, "global_batch": 64}
     with on_device(source, decoder=decoder, read_processes=read_processes, **options) as pipeline:
-        for process in pipeline._workshop._path.read_pool._all:  # or they would only be ready when all is over
-            wait_until(lambda process=process: process.is_ready)
+        wait_for_processes(pipeline)
         batches = list(islice(pipeline, 4))
         assert sorted(pipeline.bad) == BAD_AMONG_ODD
     assert_alike(batches, take(4, train_pipeline(source, **options)))
-    assert decoder == "both" or nvjpeg.num_decoded > 0
+    assert nvjpeg.num_decoded > 0
+
+
+def wait_for_processes(pipeline: TrainPipeline) -> None:
+    """Until all are ready: they might only be when all is over."""
+    path = pipeline._workshop._path
+    assert isinstance(path, device_batch.DevicePath)
+    for process in path.read_pool._all:
+        wait_until(lambda process=process: process.is_ready)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("read_processes", [1, 2])
+def test_what_a_process_has_read_stays_until_nvjpeg_has_decoded_it(
+    read_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowNvjpeg(CpuNvjpeg):
+        def decode(self, encoded: list[Encoded], reader: object) -> list[Tensor] | None:
+            time.sleep(0.05)
+            return super().decode(encoded, reader)
+
+    source = photos(256, low=20, high=40)
+    monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: SlowNvjpeg())
+    options = {"image_size": 20, "global_batch": 256, "crop_area": (0.2, 0.3)}
+    with on_device(source, decoder="both", read_processes=read_processes, **options) as pipeline:
+        wait_for_processes(pipeline)
+        before = source.num_reads
+        batches = list(islice(pipeline, 2))
+        # One process for each thread reads everything, and this one nothing.
+        assert source.num_reads == before or read_processes < NUM_THREADS
+    assert_alike(batches, take(2, train_pipeline(source, **options)))
+
+
+def test_processes_that_do_not_answer_do_not_keep_a_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workshop, "choose_decoder", lambda wanted, device: wanted)
+    monkeypatch.setattr(workshop, "Nvjpeg", lambda device: CpuNvjpeg())
+    pipeline = on_device(photos(64), decoder="both", read_processes=2, global_batch=64)
+    wait_for_processes(pipeline)
+    for process in pipeline._workshop._path.read_pool._all:  # type: ignore[union-attr]
+        process.process.send_signal(signal.SIGSTOP)
+    pipeline._start_next()
+    closing = threading.Thread(target=pipeline.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+
+
+def test_the_balance_is_told_of_every_batch_and_of_those_the_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(Balance, "note", lambda self, ran_dry: told.append(ran_dry))
+    with on_device(photos(16), global_batch=4) as pipeline:
+        for number in range(6):
+            if number == 3:
+                monkeypatch.setattr(Pictures, "read", slowly(Pictures.read))
+            next(pipeline)
+            if number < 3:
+                time.sleep(0.2)  # until what is ahead is ready
+    assert len(told) == 6
+    assert told[1:3] == [False, False]
+    assert told[5]
+
+
+def slowly(read: Callable[[Pictures, int], bytes]) -> Callable[[Pictures, int], bytes]:
+    def read_slowly(source: Pictures, index: int) -> bytes:
+        time.sleep(0.2)
+        return read(source, index)
+
+    return read_slowly
 
 
 def test_posters_are_left_to_the_decoder_that_reduces_them(monkeypatch: pytest.MonkeyPatch) -> None:

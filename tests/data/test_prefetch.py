@@ -134,12 +134,13 @@ def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     prefetcher.balance.helps = helps
     pending = [prefetcher.start(request(320)) for _ in range(3)]
     # nvJPEG's threads wait with a block each; the decode threads do what they may meanwhile.
-    deadline = time.monotonic() + 20
-    while helps and prefetcher._tasks and time.monotonic() < deadline:
+    expected = 3 * 320 - NUM_THREADS * MAX_IMAGES if helps else 0
+    deadline = time.monotonic() + (20 if helps else 0.1)
+    while (num_filled := sum(len(batch.making.filled) for batch in pending)) < max(1, expected):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.01)
-    time.sleep(0.1)
-    num_filled = sum(len(batch.making.filled) for batch in pending)
-    assert num_filled >= 3 * 320 - NUM_THREADS * MAX_IMAGES if helps else num_filled == 0
+    assert num_filled >= expected if helps else num_filled == 0
     gate.set()
     for batch in pending:
         batch.wait()

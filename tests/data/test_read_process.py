@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.data.pack import pack_folder
-from lockstep.data.read_process import ReadPool, ReadProcess
+from lockstep.data.read_process import ReadPool, ReadProcess, read_into
 from lockstep.data.reader import SampleReader
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, Source, open_folder
@@ -125,6 +126,43 @@ def test_a_process_that_was_killed_costs_nothing_but_speed() -> None:
             assert [bytes(image.data) for image in images if image] == source.encoded[1:3]
     assert pool.describe() == "1 process reading (1 died)"
     pool.close()
+
+
+def test_nothing_is_read_behind_what_has_no_room() -> None:
+    source = photos(8)
+    memory = memoryview(bytearray(len(source.encoded[0])))
+    assert [item is not None for item in read_into(memory, source, [0, 1, 2, 3])] == [True, False, False, False]
+    assert source.num_reads == 2
+
+
+class Unsendable(Pictures):
+    """A source that only this process can have."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be sent")
+
+
+def test_a_source_that_cannot_be_sent_is_read_here() -> None:
+    source = Unsendable(photos(2).encoded)
+    pool = ReadPool(source, 1)
+    wait_until(lambda: pool.describe() == "0 processes reading (1 died)")
+    with pool.lend() as process:
+        assert process is not None
+        assert process.load([0, 1]) == [None, None]
+    with pool.lend() as none:  # nobody gets one that has died
+        assert none is None
+    pool.close()
+
+
+def test_modules_of_the_current_folder_are_not_mistaken_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not the queue you want')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[2]), *(entry for entry in sys.path if entry)])
+    process = open_process(photos(2))
+    assert None not in process.load([0, 1])
+    process.close()
 
 
 def test_a_process_that_is_not_ready_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
