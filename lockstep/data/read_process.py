@@ -9,10 +9,13 @@ the caller, who reads it himself and counts what is bad. Torch-free: this module
 import mmap
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -23,6 +26,9 @@ from lockstep.data.sources import Source
 
 MEMORY_BYTES = 1 << 25  # of one process: a block of photographs; pages never written to take no memory
 END_S = 5.0  # for a process to end
+# Where half of the samples take longer than this, on storage across a network or a disk that turns, so many are read at
+# once.
+FAR_S, FAR_THREADS = 0.001, 16
 READY = "ready"
 Found = tuple[int, int, Header] | None  # from where to where in the memory
 
@@ -131,32 +137,57 @@ class ReadPool:
             process.close()
 
 
-def read_into(memory: memoryview | mmap.mmap, source: Source, samples: Sequence[int]) -> Iterator[Found]:
-    """Read samples one behind the other, up to the first that has no room: all after it come from elsewhere."""
-    at, room = 0, len(memory)
-    for number, sample in enumerate(samples):
+class Reading:
+    """What the process does: samples one behind the other in its memory.
+
+    One after the other while files are near, which is quickest then; several at a time while each takes long to come.
+    """
+
+    def __init__(self, source: Source, memory: memoryview | mmap.mmap) -> None:
+        self._source, self._memory = source, memory
+        self._pool = ThreadPoolExecutor(FAR_THREADS)  # starts no thread before it is used
+        self._seconds: list[float] = []  # of each sample of this block
+        self.is_far = False
+
+    def read(self, samples: Sequence[int]) -> list[Found]:
+        """Where each lies, up to the first that has no room: that and all after it come from elsewhere."""
+        self._seconds.clear()
+        found = list(self._place((self._pool.map if self.is_far else map)(self._load, samples)))
+        self.is_far = statistics.median(self._seconds) > FAR_S
+        return found + [None] * (len(samples) - len(found))
+
+    def _load(self, sample: int) -> tuple[bytes, Header] | None:
+        start = time.perf_counter()
         try:
-            data = source.read(sample)
-            header = read_header(data)
+            data = self._source.read(sample)
+            return data, read_header(data)
         except (OSError, DecodeError):
-            yield None
-            continue
-        end = at + len(data)
-        if end > room:
-            yield from [None] * (len(samples) - number)
-            return
-        memory[at:end] = data
-        yield at, end, header
-        at = end
+            return None
+        finally:
+            self._seconds.append(time.perf_counter() - start)
+
+    def _place(self, loaded: Iterable[tuple[bytes, Header] | None]) -> Iterator[Found]:
+        at, room = 0, len(self._memory)
+        for item in loaded:
+            if item is None:
+                yield None
+                continue
+            data, header = item
+            end = at + len(data)
+            if end > room:
+                return
+            self._memory[at:end] = data
+            yield at, end, header
+            at = end
 
 
 def serve(connection: Connection, memory: mmap.mmap) -> None:
     """The process: learn what the source is, then read until nobody asks."""
     with suppress(EOFError, ConnectionError):
-        source = connection.recv()
+        reading = Reading(connection.recv(), memory)
         connection.send(READY)
         while True:
-            connection.send(list(read_into(memory, source, connection.recv())))
+            connection.send(reading.read(connection.recv()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.data.pack import pack_folder
-from lockstep.data.read_process import ReadPool, ReadProcess, read_into
+from lockstep.data.read_process import FAR_THREADS, MEMORY_BYTES, Reading, ReadPool, ReadProcess
 from lockstep.data.reader import SampleReader
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, Source, open_folder
@@ -130,9 +131,47 @@ def test_a_process_that_was_killed_costs_nothing_but_speed() -> None:
 
 def test_nothing_is_read_behind_what_has_no_room() -> None:
     source = photos(8)
-    memory = memoryview(bytearray(len(source.encoded[0])))
-    assert [item is not None for item in read_into(memory, source, [0, 1, 2, 3])] == [True, False, False, False]
+    reading = Reading(source, memoryview(bytearray(len(source.encoded[0]))))
+    assert [item is not None for item in reading.read([0, 1, 2, 3])] == [True, False, False, False]
     assert source.num_reads == 2
+
+
+class Far(Pictures):
+    """Storage that takes its time, and counts who waits for it."""
+
+    def __init__(self, encoded: list[bytes], seconds: float) -> None:
+        super().__init__(encoded)
+        self.seconds = seconds
+        self.num_waiting = self.most_waiting = 0
+        self.lock = threading.Lock()
+
+    def read(self, index: int) -> bytes:
+        with self.lock:
+            self.num_waiting += 1
+            self.most_waiting = max(self.most_waiting, self.num_waiting)
+        time.sleep(self.seconds)
+        with self.lock:
+            self.num_waiting -= 1
+        return super().read(index)
+
+
+def test_files_that_are_far_away_are_read_several_at_a_time() -> None:
+    source = Far(odd_photos(64).encoded, 0.01)
+    memory = memoryview(bytearray(MEMORY_BYTES))
+    reading = Reading(source, memory)
+    samples = list(range(64))
+    expected = [item and bytes(memory[item[0] : item[1]]) for item in reading.read(samples)]
+    assert source.most_waiting == 1
+    assert reading.is_far
+    again = [item and bytes(memory[item[0] : item[1]]) for item in reading.read(samples)]
+    assert source.most_waiting > FAR_THREADS // 2
+    assert again == expected
+    assert reading.is_far
+    source.seconds = 0.0  # now they are in the system's cache
+    reading.read(samples)
+    source.most_waiting = 0
+    reading.read(samples)
+    assert source.most_waiting == 1
 
 
 class Unsendable(Pictures):
