@@ -1,5 +1,6 @@
 """The bench commands. Each imports its benchmark only when it runs, so that --help and mistakes answer at once."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -116,6 +117,9 @@ def input_command(
         str | None, typer.Option(help="Train this network from SRC, beside the same on data in memory, instead.")
     ] = None,
     seconds: Annotated[float | None, typer.Option(help="With --train: how long it is fed (60).")] = None,
+    read_processes: Annotated[
+        int | None, typer.Option(min=0, help="With --train: processes that read for nvJPEG (2).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
 ) -> None:
     """Reading, decoding, cropping and the whole input beside PyTorch's DataLoader with Pillow or torchvision."""
@@ -128,11 +132,15 @@ def input_command(
         from lockstep.bench.input import open_photos
 
         wanted = fed.Wanted(train, batch, image_size, FED_S if seconds is None else seconds, threads)
+        if read_processes is not None:
+            wanted = replace(wanted, read_processes=read_processes)
         console = Console()
         fed.run(open_photos(path, console), wanted, console, json_file)
         return
     if seconds is not None:
         raise LockstepError("--seconds goes with --train; without it, --rounds and --round-s say how long it takes.")
+    if read_processes is not None:
+        raise LockstepError("--read-processes goes with --train: only a GPU that trains has nvJPEG to read for.")
     from lockstep.bench.input import run_parent
 
     run_parent(

@@ -56,6 +56,7 @@ class Wanted:
     seconds: float
     threads: int | None = None  # None: as many as a run would use
     decoder: DecoderName = "auto"
+    read_processes: int = DataConfig().read_processes
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ def _configure(wanted: Wanted, world: World) -> RunConfig:
     if wanted.model not in ("alexnet", *RESNET_DEPTHS):
         raise LockstepError(f"--train {wanted.model} is unknown; choose alexnet or {', '.join(RESNET_DEPTHS)}.")
     data = DataConfig(
-        image_size=wanted.image_size, decoder=wanted.decoder, resident="off", decode_threads=wanted.threads or 0
+        image_size=wanted.image_size,
+        decoder=wanted.decoder,
+        resident="off",
+        decode_threads=wanted.threads or 0,
+        read_processes=wanted.read_processes,
     )
     return RunConfig(
         data=data,

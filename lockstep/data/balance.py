@@ -1,6 +1,6 @@
 """Whether decode threads help nvJPEG (step 3 on the walk): tried when the device runs dry, kept where it is quicker.
 
-Where nvJPEG has engines of its own it is quicker alone, because Python runs one thread at a time and threads that
+Where nvJPEG has engines of its own it may be quicker alone, because Python runs one thread at a time and threads that
 decode hold up those that keep it busy; elsewhere a host's cores may be worth as much as the GPU. Neither can be told
 from the outside, so both are measured, over windows of batches, once the step has had to wait for input.
 """

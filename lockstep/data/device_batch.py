@@ -72,8 +72,17 @@ class DevicePath:
         """A batch to be filled."""
         return DeviceBatch(self, request)
 
+    def describe(self) -> list[str]:
+        """Who reads, and what stays on the device."""
+        reading = [self.read_pool.describe()] if self.read_pool else []
+        return reading + (["decoded images stay on the device"] if self.resident else [])
+
+    def interrupt(self) -> None:
+        """No thread waits for a process that does not answer any more."""
+        self.read_pool.kill()
+
     def close(self) -> None:
-        """End the processes that read, and wait for what is still on the lane."""
+        """When all threads have stopped: end the processes that read, and wait for what is still on the lane."""
         self.read_pool.close()
         if self.lane.stream:
             self.lane.stream.synchronize()

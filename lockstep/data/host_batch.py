@@ -51,6 +51,16 @@ class HostPath:
         self.normalizer = lru_cache(maxsize=4)(lambda size: Normalizer(mean, std, size))
         self._mine = threading.local()
 
+    def describe(self) -> list[str]:
+        """Nothing beyond who decodes."""
+        return []
+
+    def interrupt(self) -> None:
+        """Threads wait for nobody here."""
+
+    def close(self) -> None:
+        """Nothing outlives the threads."""
+
     def scratch(self, num_bytes: int) -> Pixels | None:
         """This thread's memory for decoded images, one after the other; None for one too large to keep memory for."""
         if num_bytes > MAX_SCRATCH_BYTES:

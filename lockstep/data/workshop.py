@@ -98,19 +98,14 @@ class Workshop:
         """Who decodes, and what stays on the device."""
         threads = f"{self._threads} decode thread{'s' if self._threads > 1 else ''}"
         both = f"nvJPEG and {threads}" + ("" if self._prefetcher.balance.helps else " for what it leaves")
-        parts = [{"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]]
-        if isinstance(self._path, DevicePath):
-            parts += [self._path.read_pool.describe()] * bool(self._path.read_pool)
-            parts += ["decoded images stay on the device"] * bool(self._path.resident)
-        return ", ".join(parts)
+        who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]
+        return ", ".join([who, *self._path.describe()])
 
     def close(self) -> None:
         """Stop the threads, and let the device finish what they have started."""
-        if isinstance(self._path, DevicePath):
-            self._path.read_pool.kill()  # no thread must wait for an answer that does not come
+        self._path.interrupt()
         self._prefetcher.close()
-        if isinstance(self._path, DevicePath):
-            self._path.close()
+        self._path.close()
 
 
 def _fill_by_nvjpeg(making: Making, rows: Rows) -> Rows:

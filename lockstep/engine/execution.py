@@ -207,7 +207,7 @@ def _compile_for_training(module: nn.Module) -> None:
     # Blocks of one class share their code, and beyond a few kinds and shapes of them the compiler gives up.
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_GRAPHS)
-    module.compile(dynamic=False)  # kernels that take any shape are slower by far
+    module.compile(dynamic=False)  # or the second shape makes it turn to kernels for any
     compiled = module._compiled_call_impl
     assert compiled is not None
 

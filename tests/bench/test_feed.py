@@ -42,7 +42,7 @@ def test_a_network_it_does_not_know_is_a_sentence(tmp_path: Path) -> None:
 
 def test_the_command_says_what_share_is_left(tmp_path: Path) -> None:
     photos = build_photos(tmp_path, 2)
-    options = ("--train=resnet18", "--image-size=32", "--batch=2", "--threads=1", "--seconds=0.2")
+    options = ("--train=resnet18", "--image-size=32", "--batch=2", "--threads=1", "--seconds=0.2", "--read-processes=0")
     status, out, err = commands.finish(commands.start("bench", "input", str(photos), *options))
     assert status == 0, err
     assert "% of the" in out
@@ -62,6 +62,7 @@ def test_no_time_at_all_is_still_one_step_each(tmp_path: Path) -> None:
         (("--train=resnet18", "--feed=100"), "give one of them"),
         (("--train=resnet18", "--rounds=3"), "With --train there are no rounds"),
         (("--seconds=10",), "--seconds goes with --train"),
+        (("--read-processes=0",), "--read-processes goes with --train"),
     ],
 )
 def test_options_that_do_not_go_together_are_a_sentence(options: tuple[str, ...], words: str) -> None:

@@ -195,7 +195,7 @@ def test_the_balance_is_told_of_every_batch_and_of_those_the_device_waits_for(mo
                 monkeypatch.setattr(Pictures, "read", slowly(Pictures.read))
             next(pipeline)
             if number < 3:
-                time.sleep(0.2)  # until what is ahead is ready
+                wait_until(lambda: pipeline._ahead[0][1].is_ready)
     assert len(told) == 6
     assert told[1:3] == [False, False]
     assert told[5]
