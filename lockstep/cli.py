@@ -16,9 +16,9 @@ from lockstep.errors import LockstepError, SharedError
 from lockstep.recipes import read
 
 if TYPE_CHECKING:
-    from lockstep.comm.tuner import Tuning
     from lockstep.comm.world import World
     from lockstep.events import Sink
+    from lockstep.plan.profile import Profile
 
 app = typer.Typer(
     name="lockstep",
@@ -110,80 +110,60 @@ def tune(
         int | None, typer.Option(help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting; repeatable.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Explain every tuning remembered, measure nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Explain every plan remembered, measure nothing.")] = False,
 ) -> None:
-    """Measure how gradients travel best for a recipe on these ranks, and remember it for later runs."""
-    from lockstep.comm.tuner import read_tuning
+    """Measure how a recipe's step is best taken on these ranks, and remember it for later runs."""
     from lockstep.comm.world import join_world, read_membership
     from lockstep.engine.build import check_shares, open_sources
-    from lockstep.engine.launch import choose_num_ranks, launch_ranks
+    from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
+    from lockstep.engine.measure import default_plan_folder, tune_recipe
     from lockstep.engine.run import explain_failures
-    from lockstep.engine.tune import default_tuning_folder, tune_recipe
+    from lockstep.plan.files import read_profile
     from lockstep.report.display import progress
 
     console = Console()
     if show:
-        files = sorted(default_tuning_folder().glob("*.toml"))
-        if not files:
+        found = {folder: read_profile(folder) for folder in sorted(default_plan_folder().glob("*"))}
+        if not any(found.values()):
             raise LockstepError("Nothing has been tuned yet; run `lockstep tune RECIPE --ranks N` first.")
-        for file in files:
-            if tuning := read_tuning(file):
-                _show_tuning(tuning, file, console)
+        for folder, profile in found.items():
+            if profile:
+                _show_profile(profile, folder, console)
         return
     _, wanted = read.load_recipe(target, settings or [])
     membership = read_membership(os.environ)
     if membership is None:
         num_ranks = choose_num_ranks(ranks)
-        if num_ranks == 1:
-            raise LockstepError("One rank has nobody to send gradients to; ask for more with --ranks.")
+        if num_ranks == 1 and not has_gpu():
+            raise LockstepError("One rank without a GPU has nothing to choose; ask for more with --ranks.")
         check_shares(wanted, num_ranks)
         open_sources(wanted.data, progress("Rendering images", console))
-        arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
-        raise typer.Exit(launch_ranks(num_ranks, arguments))
+        if num_ranks > 1:
+            arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
+            raise typer.Exit(launch_ranks(num_ranks, arguments))
     with (
         join_world(membership, backend=wanted.comm.backend, timeout_s=wanted.comm.timeout_s) as world,
         explain_failures(world),
     ):
-        measured, file = tune_recipe(wanted, world)
+        chosen, folder = tune_recipe(wanted, world)
         if world.is_first:
-            _show_tuning(measured, file, console)
+            _show_profile(chosen.profile, folder, console)
 
 
-def _show_tuning(tuning: "Tuning", file: Path, console: Console) -> None:
+def _show_profile(profile: "Profile", folder: Path, console: Console) -> None:
     """What was measured, what was chosen, and why."""
-    from rich.table import Table
+    from lockstep.plan.choose import explain_choice
+    from lockstep.report.phrases import describe_trials
+    from lockstep.report.plan_tables import build_message_table, describe_fits, describe_setup
 
-    from lockstep.report.phrases import size
-
-    console.print(f"[bold]{tuning.topology}[/bold] over {tuning.backend}, {tuning.model}", highlight=False)
-    console.print(f"measured in {tuning.seconds:.1f} s, kept in {file}", highlight=False, soft_wrap=True)
-    choices = list(dict.fromkeys(sample.choice for sample in tuning.samples))
-    measured = {(sample.num_bytes, sample.choice): sample.seconds for sample in tuning.samples}
-    table = Table(box=None, header_style="bold", title="milliseconds by message size, the best of each marked")
-    table.add_column("bytes", justify="right")
-    for choice in choices:
-        table.add_column(str(choice), justify="right")
-    for num_bytes in sorted({sample.num_bytes for sample in tuning.samples}):
-        row = {choice: measured[num_bytes, choice] for choice in choices if (num_bytes, choice) in measured}
-        best = min(row, key=row.__getitem__)
-        cells = [
-            f"{row[choice] * 1e3:.2f}{' *' if choice == best else '  '}" if choice in row else "-  "
-            for choice in choices
-        ]
-        table.add_row(size(num_bytes), *cells)
-    console.print(table)
-    for choice, fit in tuning.fits.items():
-        console.print(
-            f"  {choice}: about {fit.latency_s * 1e3:.2f} ms + {fit.seconds_per_byte * 1e9:.2f} ms/MB for long ones; "
-            f"from 256 KiB the fit is off by {100 * fit.median_error:.0f} %, at most {100 * fit.max_error:.0f} %",
-            highlight=False,
-        )
-    for trial in sorted(tuning.trials, key=lambda trial: trial.seconds):
-        console.print(f"  {trial.seconds * 1e3:8.1f} ms  a backward pass with gradients {trial.name}", highlight=False)
-    for buffer, choice in zip(tuning.plan.buffers, tuning.plan.choices, strict=True):
-        gradients = f"gradients {buffer.first} to {buffer.last - 1}"
-        console.print(f"  buffer of {size(buffer.num_bytes)}: {gradients} by {choice}", highlight=False)
-    console.print(f"  sent {'under' if tuning.plan.overlap else 'after'} the backward pass\n", highlight=False)
+    for line in describe_setup(profile.setup):
+        console.print(line, highlight=False)
+    console.print(f"measured in {profile.seconds:.1f} s, kept in {folder}", highlight=False, soft_wrap=True)
+    if profile.messages:
+        console.print(build_message_table(profile.messages))
+    for line in [*describe_fits(profile.fits), *describe_trials(explain_choice(profile.trials), profile.setup.batch)]:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print()
 
 
 def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: bool) -> tuple[str, Path, RunConfig]:

@@ -47,6 +47,35 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanChosen(Event):
+    """How steps will be taken, and what the alternatives cost."""
+
+    source: Literal["measured", "remembered", "default"]
+    seconds: float  # that measuring took, then or now
+    topology: str
+    backend: str  # empty in a world of one, as is `reduction`
+    batch: int  # samples of one rank
+    execution: str  # in words, here and below
+    reduction: str
+    plan: dict[str, Any]  # as `plan.toml` has it
+    trials: list[dict[str, Any]]  # execution, rule, reduction, seconds, failure, chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputChosen(Event):
+    """How rank 0's batches are made, when that is known and whenever it has changed."""
+
+    decoder: Literal["cpu", "nvjpeg", "both"]
+    threads: int
+    read_processes: int
+    prefetch_batches: int
+    threads_help: bool  # nvJPEG with what it could do itself
+    is_resident: bool  # whether decoded images stay on the device
+    images_per_second: float | None  # that its threads could make if they never had to wait; None: not known yet
+    text: str  # all of it in words
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepDone(Event):
     """The steps since the last such record: their averages, and where training stands."""
 
@@ -128,7 +157,18 @@ class RunEnded(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (RunStarted, StepDone, EpochDone, Evaluated, CheckpointSaved, Notice, RunEnded)
+    kind.__name__: kind
+    for kind in (
+        RunStarted,
+        PlanChosen,
+        InputChosen,
+        StepDone,
+        EpochDone,
+        Evaluated,
+        CheckpointSaved,
+        Notice,
+        RunEnded,
+    )
 }
 
 

@@ -27,11 +27,11 @@ from lockstep.bench.allreduce_rounds import MIN_ROUNDS, Plan, Run, Say, keep_bes
 from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
-from lockstep.comm.cost import Choice, Fit, Sample, fit_cost
+from lockstep.comm.cost import Choice, Fit, Timing, fit_cost
 from lockstep.comm.topology import Topology, find_topology, plan_groups
-from lockstep.comm.tuner import list_choices
 from lockstep.comm.world import Membership, World, join_world, read_membership
 from lockstep.errors import LockstepError
+from lockstep.plan.choose import list_choices
 
 SIZES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
 ROUNDS = 40
@@ -172,7 +172,7 @@ def _check_request(num_ranks: int, sizes: Sequence[int], rounds: int) -> None:
 
 def _build_runs(topology: Topology, rank: int) -> dict[Choice, Run]:
     """PyTorch's own all-reduce, and ours with each group size worth measuring."""
-    choices = list_choices(topology)
+    choices = list_choices(topology, str(dist.get_backend()))
     groups: dict[int, Groups] = {}
     for size in sorted({choice.group_size for choice in choices}):
         first = next(iter(groups.values()), None)
@@ -237,10 +237,10 @@ def _fit(trials: Sequence[Trial]) -> dict[Choice, Fit]:
     num_sizes = Counter(choice for trial in trials for choice in trial.learned)
     for trial in trials:
         for choice, times in trial.learned.items():
-            samples += [Sample(choice, trial.size, seconds) for seconds in times]
+            samples += [Timing(choice, trial.size, seconds) for seconds in times]
         # The one call of a choice that was given up here counts only where there is little else to go by.
         few = [choice for choice in trial.screened if choice not in trial.learned and num_sizes[choice] < 3]
-        samples += [Sample(choice, trial.size, trial.screened[choice]) for choice in few]
+        samples += [Timing(choice, trial.size, trial.screened[choice]) for choice in few]
     return fit_cost(samples)
 
 

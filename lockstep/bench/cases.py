@@ -10,17 +10,17 @@ import torch
 from torch import nn
 
 from lockstep.bench import ddp
-from lockstep.comm.fusion import ReductionPlan
 from lockstep.comm.world import World
 from lockstep.config import CommConfig, DataConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
-from lockstep.engine.build import assemble
-from lockstep.engine.step import train_step
-from lockstep.engine.tune import describe_plan, tune_parts
+from lockstep.engine.apply import apply_plan
+from lockstep.engine.build import Parts, assemble
+from lockstep.engine.measure import choose_plan
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
 from lockstep.optim.schedule import Schedule
+from lockstep.plan.plan import Plan, describe_reduction
 
 Step = Callable[[], None]
 Opener = Callable[[], AbstractContextManager[Step]]
@@ -114,11 +114,13 @@ class Lockstep:
         self._case = case
         self._world = world
         self._batch = batch
-        self._plan: ReductionPlan | None = None
+        self._plan: Plan | None = None
 
     @property
     def setting(self) -> str:
-        return describe_plan(self._plan) if self._plan else "one rank"
+        if self._world.size == 1 or not self._plan:
+            return "one rank"
+        return f"{self._plan.execution}; {describe_reduction(self._plan.reduction)}"
 
     @contextmanager
     def open(self) -> Iterator[Step]:
@@ -132,21 +134,17 @@ class Lockstep:
         network = build_network(self._case, world.device)
         parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
         try:
-            if parts.hybrid is not None:
-                if self._plan is None:
-                    tuning = tune_parts(config, parts, world, [], again=True)
-                    self._plan = tuning.plan if tuning else parts.reducer.plan
-                parts.hybrid.prepare(self._plan.choices)
-                parts.reducer.follow(self._plan)
-            yield lambda: _run(train_step(parts, batch, LR))
+            self._plan = plan = self._plan or choose_plan(config, parts, world).plan
+            step = apply_plan(plan.execution, plan.reduction, parts, len(batch.labels), batch.global_size)
+            yield lambda: _run(step(batch, LR, False), parts)
         finally:
             parts.reducer.close()
             if parts.hybrid is not None:
                 parts.hybrid.close()
 
 
-def _run(_: object) -> None:
-    """A step's result is of no interest here."""
+def _run(_: object, __: Parts) -> None:
+    """A step's result is of no interest here; whoever looks for the weights finds them in the parts."""
 
 
 def _build_stack(case: Case) -> nn.Module:

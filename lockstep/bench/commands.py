@@ -181,6 +181,30 @@ def kernels_command(
     run_bench(model, batch=batch, compiled=compiled, json_file=json_file)
 
 
+@bench.command("overlap")
+def overlap_command(
+    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet50",
+    batches: Annotated[str, typer.Option("--batch", help="Batch sizes, with commas.")] = "32,256",
+    latency_ms: Annotated[float, typer.Option(min=0.0, help="What every sum takes at least.")] = 0.3,
+    gb_per_s: Annotated[float, typer.Option(min=0.001, help="GB of gradients summed in a second.")] = 100.0,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each way takes; the median counts.")] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """How much of a network's time the step hides, on one GPU with a stand-in for the network."""
+    from lockstep.bench.one_gpu import parse_batches
+    from lockstep.bench.overlap import run
+    from lockstep.comm.topology import Link
+
+    run(
+        model=model,
+        batches=parse_batches(batches),
+        link=Link(latency_ms / 1e3, gb_per_s * 1e9),
+        rounds=rounds,
+        console=Console(),
+        json_file=json_file,
+    )
+
+
 @bench.command("virtual")
 def virtual_command(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,

@@ -23,6 +23,7 @@ from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.data.sources import Source
 from lockstep.data.workshop import DecoderName
+from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import (
     assemble,
     build_network,
@@ -30,8 +31,7 @@ from lockstep.engine.build import (
     count_decode_threads,
     set_number_formats,
 )
-from lockstep.engine.execution import Step, choose_execution
-from lockstep.engine.tune import fake_batch
+from lockstep.engine.measure import choose_plan, fake_batch
 from lockstep.errors import LockstepError
 from lockstep.models import RESNET_DEPTHS
 from lockstep.optim.schedule import Schedule
@@ -79,12 +79,14 @@ def measure_feed(source: Source, wanted: Wanted, world: World, say: Say = lambda
     config, seconds = _configure(wanted, world), wanted.seconds
     set_number_formats(config.precision)
     parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", LR, total_steps=1))
-    step = choose_execution(config, parts, world, 1, say)
+    plan = choose_plan(config, parts, world).plan
+    say(f"The step: {plan.execution}.")
+    step = apply_plan(plan.execution, plan.reduction, parts, wanted.batch, wanted.batch)
     in_memory = repeat(fake_batch(config, world))
     _run(step, in_memory, MEMORY_SHARE * seconds / 2, world)  # kernels are chosen, and the device becomes warm
     before = _run(step, in_memory, MEMORY_SHARE * seconds, world)
     say(f"In memory: {before:,.0f} images/s.")
-    with build_train_pipeline(config, world, Repeated(source, SAMPLES_IN_EPOCH), Cursor()) as pipeline:
+    with build_train_pipeline(config, world, Repeated(source, SAMPLES_IN_EPOCH), Cursor(), plan.input) as pipeline:
         _run(step, pipeline, WARM_UP_SHARE * seconds, world)
         fed = _run(step, pipeline, seconds, world)
         setting = pipeline.describe()

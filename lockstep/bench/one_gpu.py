@@ -20,12 +20,14 @@ from lockstep.bench.torchvision_peers import CLASSES, IMAGE_SIZE, LR, MOMENTUM, 
 from lockstep.bench.turns import Entry, Outcome, Step, take_turns
 from lockstep.comm.world import join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import assemble, build_network, set_number_formats
-from lockstep.engine.execution import choose_execution
-from lockstep.engine.tune import fake_batch
+from lockstep.engine.measure import choose_plan, fake_batch
 from lockstep.errors import LockstepError
 from lockstep.models import RESNET_DEPTHS, build_model
 from lockstep.optim.schedule import Schedule
+from lockstep.plan.choose import explain_choice
+from lockstep.report.phrases import describe_trials
 
 PRODUCT_SIZE = 8192
 PRODUCT_ROUNDS, PRODUCT_TURN_S = 5, 0.02
@@ -102,13 +104,15 @@ def build_ours(model: str, batch: int) -> tuple[str, Step]:
         precision=PrecisionConfig(compute="fp16"),
         train=TrainConfig(global_batch=batch, duration="1ep", max_batch_per_rank=batch),  # type: ignore[arg-type]
     )
-    said: list[str] = []
     set_number_formats(config.precision)
     with join_world(None) as world:  # of one rank: nothing is left to close
         parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", LR, total_steps=1))
-        step = choose_execution(config, parts, world, 1, said.append)
+        chosen = choose_plan(config, parts, world)
+        plan = chosen.plan
+        step = apply_plan(plan.execution, plan.reduction, parts, batch, batch)
         images = fake_batch(config, world)
-    return said[-1], lambda: step(images, LR, False)
+    lines = describe_trials(explain_choice(chosen.profile.trials), batch)
+    return "\n".join([str(plan.execution), *lines]), lambda: step(images, LR, False)
 
 
 def measure_matrix_product(console: Console) -> float:

@@ -7,8 +7,8 @@ own is taken for a ring (Patarasuk and Yuan 2009).
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from statistics import median
@@ -52,6 +52,9 @@ class Choice(NamedTuple):
         if not (size.isascii() and size.isdigit() and int(size) >= 1):
             raise LockstepError(f"The all-reduce {text!r} needs a group size of 1 or more; write '{algorithm}/8'.")
         return cls(algorithm, int(size))
+
+
+FLAT = Choice("flat")  # the backend's own
 
 
 class Line(NamedTuple):
@@ -170,7 +173,7 @@ def _exchange(transfers: Sequence[Transfer], topology: Topology) -> Phase:
     return tuple(lines)
 
 
-class Sample(NamedTuple):
+class Timing(NamedTuple):
     """One measured all-reduce."""
 
     choice: Choice
@@ -195,29 +198,14 @@ class Fit:
         short = min(num_bytes, self.knee_bytes)
         return self.latency_s + self.short_seconds_per_byte * short + self.seconds_per_byte * (num_bytes - short)
 
-    def to_dict(self) -> dict[str, float]:
-        """Plain numbers by name, as a TOML table holds them."""
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> "Fit":
-        """Read back what `to_dict` gave."""
-        names = {field.name for field in fields(cls)}
-        if wrong := sorted(names.symmetric_difference(table)):
-            raise LockstepError(f"A fitted cost lacks or does not know {', '.join(wrong)}; tune again.")
-        for name, value in table.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise LockstepError(f"A fitted cost has {name} = {value!r}, which is no number from 0 up; tune again.")
-        return cls(**{name: float(value) for name, value in table.items()})
-
-
-def fit_cost(samples: Sequence[Sample]) -> dict[Choice, Fit]:
-    """A curve for each choice that was measured, at two or more sizes; several samples of a size count by their median.
+def fit_cost(timings: Sequence[Timing]) -> dict[Choice, Fit]:
+    """A curve for each choice that was measured, at two or more sizes; several timings of a size count by their median.
 
     The squared *relative* error is what is small: 1 KiB and 64 MiB weigh the same although one takes 1000 times longer.
     """
     measured: dict[Choice, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for choice, num_bytes, seconds in samples:
+    for choice, num_bytes, seconds in timings:
         if not (num_bytes >= 0 and 0 < seconds < math.inf):
             raise LockstepError(f"{choice} was measured as {seconds} s for {num_bytes} bytes; measure again.")
         measured[choice][num_bytes].append(seconds)

@@ -8,7 +8,7 @@ ready in the backward pass against what a buffer costs to send; the planner asks
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -97,17 +97,6 @@ def plan_merged(
         done[j] = np.min(np.maximum(done[:j], ready[j - 1]) + costs[:j, j])
     soonest = done[-1] * (1 + 1e-9)  # up to rounding
     return _cut(layout, next(cuts for end, cuts in _plans(ready, costs) if end <= soonest))
-
-
-def exposed_s(
-    buffers: Sequence[Buffer], ready_s: Sequence[float], predict: Predict, bytes_per_element: int = 4
-) -> float:
-    """Seconds by which communication outlasts the backward pass."""
-    ready = list(accumulate(ready_s, max))
-    done = 0.0
-    for buffer in buffers:
-        done = max(done, ready[buffer.last - 1]) + predict((buffer.end - buffer.start) * bytes_per_element)
-    return done - ready[-1]
 
 
 def _cut(layout: Layout, firsts: Sequence[int]) -> tuple[Buffer, ...]:

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
 from lockstep.comm.channel import Channel
-from lockstep.comm.cost import Choice
+from lockstep.comm.cost import FLAT, Choice
 from lockstep.comm.topology import Topology, plan_groups
 from lockstep.comm.wire import Wire
 
-FLAT = Choice("flat", 1)
 
-
-class Pending(Protocol):
+class Sum(Protocol):
     """A sum on its way."""
 
     def wait(self) -> object: ...
@@ -36,8 +34,9 @@ class Hybrid:
         self._wire = wire
         self._timeout_s = timeout_s
         self._groups: dict[int, Groups] = {}
-        self._channel = Channel(device)
-        self._is_plain = True
+        self._device = device
+        self.channel = Channel(device)
+        self._is_left_to_torch = True
         self.prepare([FLAT])
 
     @property
@@ -58,23 +57,27 @@ class Hybrid:
                 share=first,
                 timeout_s=self._timeout_s,
             )
-        # PyTorch's own all-reduce is asynchronous already and keeps its own order, as long as nothing else runs.
-        self._is_plain = self._wire.is_plain and all(choice == FLAT for choice in choices)
+        # Between CPUs PyTorch's own all-reduce is asynchronous already and keeps its own order, if nothing else runs.
+        is_flat = self._wire.is_plain and all(choice == FLAT for choice in choices)
+        self._is_left_to_torch = is_flat and self._device.type == "cpu"
 
-    def start(self, buffer: Tensor, choice: Choice) -> Pending:
-        """Begin to sum a buffer in place; what is started first is summed first."""
-        if self._is_plain:
-            work: Pending | None = dist.all_reduce(buffer, async_op=True)
+    def start(self, buffer: Tensor, choice: Choice, num_exact: int = 0, after: torch.cuda.Event | None = None) -> Sum:
+        """Begin to sum a buffer in place; what is started first is summed first.
+
+        The last `num_exact` elements travel in FP32 whatever the wire. On a GPU the sum begins after the event `after`.
+        """
+        if self._is_left_to_torch:
+            work: Sum | None = dist.all_reduce(buffer, async_op=True)
             assert work is not None
             return work
-        return self._channel.submit(lambda: self.run(buffer, choice))
+        return self.channel.submit(lambda: self.run(buffer, choice, num_exact), after)
 
-    def run(self, buffer: Tensor, choice: Choice) -> None:
+    def run(self, buffer: Tensor, choice: Choice, num_exact: int = 0) -> None:
         """Sum a buffer in place, here and now."""
-        self._wire.sum(buffer, ALGORITHMS[choice.algorithm], self._groups[choice.group_size])
+        self._wire.sum(buffer, ALGORITHMS[choice.algorithm], self._groups[choice.group_size], num_exact)
 
     def close(self) -> None:
         """Stop the channel and let go of the node's window."""
-        self._channel.close()
+        self.channel.close()
         for window in {groups.window for groups in self._groups.values() if groups.window}:
             window.close()

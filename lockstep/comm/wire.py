@@ -42,11 +42,20 @@ class Wire:
         """What an element of a buffer weighs on its way."""
         return self.dtype.itemsize
 
-    def sum(self, buffer: Tensor, algorithm: Algorithm, groups: Groups) -> None:
-        """Sum a buffer over all ranks in place."""
+    def sum(self, buffer: Tensor, algorithm: Algorithm, groups: Groups, num_exact: int = 0) -> None:
+        """Sum a buffer over all ranks in place; its last `num_exact` elements always travel as they are.
+
+        Counts and votes are among them: a count over 256 ranks is beyond what FP16 can hold.
+        """
         if self.is_plain or buffer.dtype != torch.float32 or groups.num_ranks == 1:
             algorithm(buffer, groups)
-        elif self.division == "fp32":
+            return
+        if num_exact:
+            algorithm(buffer[-num_exact:], groups)
+            buffer = buffer[:-num_exact]
+        if not buffer.numel():
+            return
+        if self.division == "fp32":
             self._sum_in_fp32(buffer, groups)
         else:
             factor = math.sqrt(groups.num_ranks) if self.division == "split" else 1.0

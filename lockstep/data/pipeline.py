@@ -20,7 +20,7 @@ from lockstep.data.order import Cursor, Ledger, Samples, StepPlan, plan_step
 from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
 from lockstep.data.sources import Source
-from lockstep.data.workshop import Means, Workshop
+from lockstep.data.workshop import Crew, Means, Workshop
 
 # Batches ahead where nothing is set: at first, and at most.
 FIRST_DEPTH, MAX_DEPTH = 2, 8
@@ -59,6 +59,15 @@ class Pipeline:
     def describe(self) -> str:
         """How batches are made, in one sentence."""
         return f"Input: {self._workshop.describe()}, {self._depth} batches ahead."
+
+    @property
+    def depth(self) -> int:
+        """Batches prepared ahead of the step."""
+        return self._depth
+
+    def crew(self) -> Crew:
+        """Who makes batches now."""
+        return self._workshop.crew()
 
     def close(self) -> None:
         """Stop the decode threads."""

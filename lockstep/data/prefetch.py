@@ -5,6 +5,7 @@ nvJPEG leaves over, and help it with the rest only where that is quicker (`balan
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,25 @@ class Task:
     host_only: bool = False
 
 
+class Tally:
+    """Rows made and the seconds that making them took, over all threads of a pool."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.Lock()
+        self._rows, self._seconds = 0, 0.0
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        with self._lock:
+            self._rows += num_rows
+            self._seconds += seconds
+
+    @property
+    def rate(self) -> float:
+        """Rows a second of the whole pool if no thread ever waited for work."""
+        return self._num_threads * self._rows / self._seconds if self._seconds else 0.0
+
+
 class Prefetcher:
     """Starts batches on a pool of threads and hands their tensors over.
 
@@ -108,6 +128,7 @@ class Prefetcher:
         self._fill_by_nvjpeg = fill_by_nvjpeg
         self._host_decodes = host_decodes
         self.balance = Balance()
+        self._tallies = Tally(threads), Tally(NUM_THREADS)  # of the decode threads, and of those that drive nvJPEG
         self._tasks: deque[Task] = deque()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-decode")
@@ -117,6 +138,10 @@ class Prefetcher:
     def is_idle(self) -> bool:
         """Whether some thread has nothing to do."""
         return not self._tasks
+
+    def rate(self) -> float | None:
+        """Images a second that all threads could make if none ever waited for work; None before the first."""
+        return sum(tally.rate for tally in self._tallies) or None
 
     def start(self, request: Request) -> Pending:
         """Begin a batch."""
@@ -157,9 +182,10 @@ class Prefetcher:
             task = self._tasks.popleft()
 
         def fill() -> int:
-            rows = task.rows
+            rows, begun = task.rows, time.perf_counter()
             while len(rows):
                 rows = task.pending.making.fill(rows)  # again for bad images, whose neighbours take their place
+            self._tallies[0].add(len(task.rows), time.perf_counter() - begun)
             return len(task.rows) or 1
 
         task.pending.run(fill)
@@ -179,7 +205,9 @@ class Prefetcher:
 
         def fill() -> int:
             assert self._fill_by_nvjpeg is not None
+            begun = time.perf_counter()
             left = self._fill_by_nvjpeg(pending.making, rows)
+            self._tallies[1].add(len(rows) - len(left), time.perf_counter() - begun)
             for start in range(0, len(left), MAX_TASK_ROWS):
                 self._leave(pending, left[start : start + MAX_TASK_ROWS])
             return (len(rows) or 1) - len(left)

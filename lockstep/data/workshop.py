@@ -1,6 +1,7 @@
 """Where batches are made: chooses path, decoders and what stays on the device, and starts the threads accordingly."""
 
 import sys
+from dataclasses import dataclass
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -40,6 +41,18 @@ class Means(TypedDict):
     on_device: NotRequired[bool]  # whether the device crops; by default a GPU does
 
 
+@dataclass(frozen=True)
+class Crew:
+    """Who makes batches, as things stand."""
+
+    decoder: Literal["cpu", "nvjpeg", "both"]
+    threads: int
+    read_processes: int
+    threads_help: bool  # nvJPEG with what it could do itself
+    is_resident: bool  # whether decoded images stay on the device
+    images_per_second: float | None  # that all could make if none ever waited for work; None: not known yet
+
+
 class Workshop:
     """Takes requests and gives batches; images that fit into a `share` of the free device memory stay there."""
 
@@ -58,7 +71,7 @@ class Workshop:
         *,
         share: float,
     ) -> None:
-        self._threads = threads
+        self._threads, self._read_processes = threads, read_processes
         self._device = device
         self._decoder = choose_decoder(decoder, device)
         self._path: DevicePath | HostPath
@@ -100,6 +113,18 @@ class Workshop:
         both = f"nvJPEG and {threads}" + ("" if self._prefetcher.balance.helps else " for what it leaves")
         who = {"cpu": threads, "nvjpeg": "nvJPEG", "both": both}[self._decoder]
         return ", ".join([who, *self._path.describe()])
+
+    def crew(self) -> Crew:
+        """Who makes batches now."""
+        path = self._path if isinstance(self._path, DevicePath) else None
+        return Crew(
+            decoder=self._decoder,
+            threads=self._threads,
+            read_processes=self._read_processes if path and path.read_pool else 0,
+            threads_help=self._prefetcher.balance.helps,
+            is_resident=path is not None and path.resident is not None,
+            images_per_second=self._prefetcher.rate(),
+        )
 
     def close(self) -> None:
         """Stop the threads, and let the device finish what they have started."""

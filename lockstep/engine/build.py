@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lockstep.comm.cost import Choice
-from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
-from lockstep.comm.hybrid import FLAT, Hybrid
+from lockstep.comm.hybrid import Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology, read_cluster
 from lockstep.comm.wire import Wire
@@ -35,10 +33,13 @@ from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import build_weights, mixed_views
+from lockstep.plan.choose import default_reduction
+from lockstep.plan.plan import InputPlan
 
 Progress = Callable[[int, int], None]
 Rule = Sgd | Lars | Lamb
 EVAL_BATCH = 100
+NUM_NOTES = 9  # the places of `step.py`, and six digits behind them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -64,7 +65,7 @@ class Parts:
     topology: Topology
     rule: Rule
     lr: Tensor  # of this step, on the device, so that a recorded step can read it
-    stop: Tensor  # 1 if this rank wants to stop, likewise
+    note: Tensor  # what this rank adds to the side numbers, likewise: its wish to stop, digits of its weights
     loss_scale: LossScale | None  # None unless gradients are FP16
     schedule: Schedule
     clock: Clock
@@ -114,8 +115,10 @@ def set_number_formats(precision: PrecisionConfig) -> None:
     torch.backends.cudnn.benchmark = True
 
 
-def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedule) -> Parts:
-    """Lay `model` out flat and put the reducer and the update rule over it."""
+def assemble(
+    config: RunConfig, world: World, model: nn.Module, schedule: Schedule, hybrid: Hybrid | None = None
+) -> Parts:
+    """Lay `model` out flat and put the reducer and the update rule over it; several ranks need no `hybrid` given."""
     dtype = HALF.get(config.precision.compute, torch.float32)
     layout = build_layout(config, model)
     weights, half_weights = build_weights(model, layout, world.device, dtype)
@@ -124,10 +127,9 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
     topology = build_topology(config, world)
-    hybrid = None
     if world.size > 1:
         hybrid = Hybrid(topology, world.rank, world.device, build_wire(config), timeout_s=config.comm.timeout_s)
-    plan = default_plan(config, layout, topology)
+    plan = default_reduction(config.comm, layout, topology, build_wire(config).bytes_per_element)
     if hybrid:
         hybrid.prepare(plan.choices)
     reducer = Reducer(
@@ -149,7 +151,7 @@ def assemble(config: RunConfig, world: World, model: nn.Module, schedule: Schedu
         topology=topology,
         rule=build_rule(config, layout, world.device),
         lr=torch.zeros((), device=world.device),
-        stop=torch.zeros((), device=world.device),
+        note=torch.zeros(NUM_NOTES, device=world.device),
         loss_scale=build_loss_scale(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),
@@ -186,25 +188,6 @@ def build_topology(config: RunConfig, world: World) -> Topology:
 def build_wire(config: RunConfig) -> Wire:
     """The precision gradients travel in."""
     return Wire(config.comm.wire, config.comm.division)
-
-
-def pinned_choice(config: RunConfig, topology: Topology) -> Choice | None:
-    """The all-reduce the recipe pins, if it does."""
-    comm = config.comm
-    if comm.algorithm == "auto":
-        return None
-    if comm.algorithm in ("hierarchical", "torus"):
-        return Choice(comm.algorithm, comm.group_size or len(topology.nodes[0]))
-    return Choice(comm.algorithm)
-
-
-def default_plan(config: RunConfig, layout: Layout, topology: Topology) -> ReductionPlan:
-    """What runs until something has been measured: the threshold rule and PyTorch's own all-reduce."""
-    threshold_bytes = config.comm.buffer_mb * 2**20
-    width = min(layout.head_element_bytes, build_wire(config).bytes_per_element)
-    buffers = add_tail(layout, plan_buffers(layout.head, threshold_bytes, width))
-    choice = pinned_choice(config, topology) or FLAT
-    return ReductionPlan(buffers, (choice,) * len(buffers), overlap=config.comm.overlap != "off")
 
 
 def build_network(config: RunConfig, num_classes: int) -> nn.Module:
@@ -289,7 +272,20 @@ def count_decode_threads(config: RunConfig, world: World, decoder: DecoderName) 
     return max(1, min(most, world.num_threads - 2))
 
 
-def build_train_pipeline(config: RunConfig, world: World, source: Source, start: Cursor) -> TrainPipeline:
+def plan_input(config: RunConfig, world: World) -> InputPlan:
+    """Who makes this run's batches, from what is asked for and what is there."""
+    data = config.data
+    return InputPlan(
+        decoder=choose_decoder(data.decoder, world.device),
+        threads=count_decode_threads(config, world, data.decoder),
+        read_processes=data.read_processes,
+        prefetch_batches=data.prefetch_batches,
+    )
+
+
+def build_train_pipeline(
+    config: RunConfig, world: World, source: Source, start: Cursor, plan: InputPlan
+) -> TrainPipeline:
     """This rank's training batches from `start` on."""
     data = config.data
     return TrainPipeline(
@@ -305,13 +301,13 @@ def build_train_pipeline(config: RunConfig, world: World, source: Source, start:
         flip=data.flip,
         mean=data.mean,
         std=data.std,
-        threads=count_decode_threads(config, world, data.decoder),
-        prefetch_batches=data.prefetch_batches,
+        threads=plan.threads,
+        prefetch_batches=plan.prefetch_batches,
         device=world.device,
         start=start,
         bad_share=data.bad_share,
-        decoder=data.decoder,
-        read_processes=data.read_processes,
+        decoder=plan.decoder,
+        read_processes=plan.read_processes,
         resident=data.resident,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

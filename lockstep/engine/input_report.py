@@ -1,9 +1,11 @@
 """What a run says of its input: which samples could not be read, and how batches are made (step 10 on the walk)."""
 
+from dataclasses import asdict
+
 from lockstep.comm.world import World
 from lockstep.data.pipeline import Pipeline
 from lockstep.errors import SharedError
-from lockstep.events import Notice, Sink
+from lockstep.events import InputChosen, Notice, Sink
 
 
 class InputReport:
@@ -13,7 +15,7 @@ class InputReport:
         self._world = world
         self._sink = sink
         self._named: set[str] = set()
-        self._means = ""
+        self._choice = ""
 
     def name_bad(self, pipeline: Pipeline, consequence: str) -> int:
         """Name the samples that any rank could not read, and stop if they are too many; returns how many they are.
@@ -31,8 +33,11 @@ class InputReport:
             raise SharedError(pipeline.reader.describe_excess(bad))
         return len(bad)
 
-    def say_means(self, pipeline: Pipeline) -> None:
+    def say_choice(self, pipeline: Pipeline) -> None:
         """Tell how this rank's batches are made, when that has changed."""
-        if pipeline.describe() != self._means:
-            self._means = pipeline.describe()
-            self._sink.emit(Notice(level="info", text=self._means))
+        text = pipeline.describe()
+        if text == self._choice:
+            return
+        self._choice = text
+        crew = pipeline.crew()
+        self._sink.emit(InputChosen(prefetch_batches=pipeline.depth, text=text, **asdict(crew)))

@@ -24,7 +24,12 @@ def choose_num_ranks(asked: int | None) -> int:
         if asked < 1:
             raise LockstepError(f"--ranks {asked} is not possible; ask for 1 rank or more.")
         return asked
-    return max(1, torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return max(1, torch.cuda.device_count() if has_gpu() else 0)
+
+
+def has_gpu() -> bool:
+    """Whether a rank here would have a GPU."""
+    return torch.cuda.is_available()
 
 
 def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:

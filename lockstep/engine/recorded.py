@@ -1,11 +1,20 @@
 """The step as a CUDA graph: recorded once, then replayed by a single launch (steps 6 to 9 on the walk).
 
 Small steps on a fast GPU are over before the host has launched their kernels; a recording has no such gaps. It reads
-its input and whatever changes from step to step from fixed places on the device. Alone in the world the whole step is
-recorded, among others only the passes: what is sent stays with the reducer, after the backward pass.
+its input and whatever changes from step to step from fixed places on the device.
+
+Alone in the world the whole step is recorded. Among others the recording holds both passes, and an event where each
+buffer is full. NCCL stays outside, so that its watchdog and a clean end keep working: after the replay is launched, the
+host starts each buffer's sum on the channel's stream, behind its event, while the rest of the replay still runs.
+
+    host             | replay | start sum 0 | start sum 1 | start sum 2 | update |   (all at once, ahead of the device)
+    compute stream   | place | forward | backward  e0        e1         e2 | waits for the sums | update |
+    channel's stream                              | sum 0 |   | sum 1 |   | sum 2 |
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,34 +27,61 @@ from lockstep.engine.step import run_passes, set_knobs, train_step, update_weigh
 WARM_UP_STEPS = 3
 
 
+class Recording(NamedTuple):
+    """A recorded step: the graph, and the events in it that mark full buffers."""
+
+    graph: torch.cuda.CUDAGraph
+    marks: Sequence[torch.cuda.Event]
+
+
 class RecordedStep:
     """`train_step` for batches of one size; any other batch, such as the last of an epoch, is taken as usual."""
 
-    def __init__(self, parts: Parts, num_samples: int, global_size: int) -> None:
+    def __init__(
+        self, parts: Parts, num_samples: int, global_size: int, warn: Callable[[str], None], pool: Any = None
+    ) -> None:
+        """`pool` is the memory of another recording, which must not be replayed at the same time."""
         self._parts = parts
         self._sizes = (num_samples, global_size)
-        self._is_alone = parts.hybrid is None
+        self._warn = warn
+        self.pool = pool
         self._place: Batch | None = None
         self._steps_until_recording = WARM_UP_STEPS
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._recording: Recording | None = None
+        self._is_given_up = False
 
     def __call__(self, batch: Batch, lr: float, stop: bool = False) -> Tensor:
         """One weight update, as `train_step`."""
         if (len(batch.labels), batch.global_size) != self._sizes:
-            return train_step(self._parts, batch, lr, stop)
+            return take_odd_step(self._parts, batch, lr, stop)
         place = self._put(batch)
-        if self._steps_until_recording > 0:
-            self._steps_until_recording -= 1
+        if self._recording is None and not self._is_recorded_now(place):
             return train_step(self._parts, place, lr, stop)
-        if self._graph is None:
-            self._graph = self._record(place)
         return self._replay(lr, stop)
+
+    def prepare(self, batch: Batch) -> None:
+        """Record at once, for kernels that have run before; raises what goes wrong. No other rank takes part."""
+        self._recording = self._record(self._put(batch))
+
+    def _is_recorded_now(self, place: Batch) -> bool:
+        """Record if it is time; a rank that cannot goes on launching, which sends the same sums in the same order."""
+        self._steps_until_recording -= 1
+        if self._steps_until_recording >= 0 or self._is_given_up:
+            return False
+        try:
+            self._recording = self._record(place)
+        except RuntimeError as error:  # out of memory is one, too
+            self._is_given_up = True
+            torch.cuda.synchronize()
+            self._warn(f"The step could not be recorded and is launched one by one: {str(error).splitlines()[0]}")
+        return not self._is_given_up
 
     def _put(self, batch: Batch) -> Batch:
         """Copy a batch to the place a recording reads; images of another size begin a new one."""
         if self._place is None or self._place.images.shape[2:] != batch.images.shape[2:]:
+            self._recording = None  # its memory first
             self._place = self._build_place(batch)
-            self._graph, self._steps_until_recording = None, WARM_UP_STEPS
+            self._steps_until_recording = WARM_UP_STEPS
         self._place.images[:, : batch.images.shape[1]].copy_(batch.images)
         self._place.labels.copy_(batch.labels)
         return self._place
@@ -57,28 +93,43 @@ class RecordedStep:
         images = torch.zeros(count, height, width, channels, dtype=self._parts.dtype, device=batch.images.device)
         return replace(batch, images=images.permute(0, 3, 1, 2), labels=torch.zeros_like(batch.labels))
 
-    def _record(self, place: Batch) -> torch.cuda.CUDAGraph:
+    def _record(self, place: Batch) -> Recording:
         """Record what a step does, without doing it."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a recording has memory of its own
         graph = torch.cuda.CUDAGraph()
+        reducer = self._parts.reducer
         # Only this thread is watched: those that prepare the next batches may go on using the device.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with (
+            reducer.recording() as marks,
+            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+        ):
             run_passes(self._parts, place.images, place.labels, place.global_size)
-            self._parts.reducer.collect()
-            if self._is_alone:
+            reducer.finish()  # nothing is sent, so there is nothing to wait for
+            if reducer.is_alone:
                 update_weights(self._parts)
-        return graph
+        self.pool = graph.pool()
+        return Recording(graph, marks)
 
     def _replay(self, lr: float, stop: bool) -> Tensor:
-        assert self._graph is not None
-        parts = self._parts
+        assert self._recording is not None
+        parts, (graph, marks) = self._parts, self._recording
         set_knobs(parts, lr, stop)
-        self._graph.replay()
-        if not self._is_alone:
+        graph.replay()
+        if not parts.reducer.is_alone:
+            parts.reducer.start_marked(marks)
             parts.clock.mark("compute")
-            parts.reducer.finish_recorded()
+            parts.reducer.wait()
             parts.clock.mark("communicate")
             update_weights(parts)
         parts.clock.mark("compute")
         return parts.reducer.side
+
+
+def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Tensor:
+    """A step on a batch of a size met once an epoch: to search for its quickest kernels would take longer than it."""
+    searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        return train_step(parts, batch, lr, stop)
+    finally:
+        torch.backends.cudnn.benchmark = searches

@@ -1,10 +1,11 @@
-"""What a run must remember: weights, optimiser arrays and a few counters; to a checkpoint and back, on any rank count.
+"""What a step changes, in one list: trials put it back, checkpoints hold it, on any rank count.
 
 Nothing else is saved, because everything else is a function of it: the data order of the cursor, crops and dropout of
-the seed, the learning rate of the step.
+the seed, the learning rate of the step, the half weights of the master weights.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,47 @@ class State:
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     ledger: Ledger = field(default_factory=Ledger)  # this rank's part of the running epoch
+
+
+@dataclass(frozen=True)
+class Changing:
+    """Every array that a step changes. Whatever is added to a step that lasts beyond it is added here."""
+
+    over_layout: dict[str, Tensor]  # flat, over the layout: the master weights, and what the update rule keeps
+    statistics: dict[str, Tensor]  # of batch norm, by the network's names
+    counters: dict[str, Tensor]  # a few numbers each
+
+    def arrays(self) -> list[Tensor]:
+        """All of them, always in the same order."""
+        return [*self.over_layout.values(), *self.statistics.values(), *self.counters.values()]
+
+
+def list_changing(parts: Parts) -> Changing:
+    """What a step of these parts changes; the half weights follow by `refresh`."""
+    return Changing(
+        over_layout={"weights": parts.weights, **parts.rule.state()},
+        statistics=dict(parts.model.named_buffers()),
+        counters={"rule_steps": parts.rule.count, **(parts.loss_scale.arrays() if parts.loss_scale else {})},
+    )
+
+
+def refresh(parts: Parts) -> None:
+    """Bring what is derived up to date after the arrays were changed from outside a step."""
+    parts.half_weights.copy_(parts.weights[: parts.layout.split])
+
+
+@contextmanager
+def put_back(parts: Parts) -> Iterator[None]:
+    """Whatever steps change within, changes back."""
+    arrays = list_changing(parts).arrays()
+    # Kept on the host, so that trials need no more device memory than the run.
+    before = [array.to("cpu", copy=True) for array in arrays]
+    try:
+        yield
+    finally:
+        for array, value in zip(arrays, before, strict=True):
+            array.copy_(value)
+        refresh(parts)
 
 
 def sum_ledger(ledger: Ledger, world: World) -> Ledger:
@@ -84,9 +126,10 @@ def load_state(
     if failure:
         raise SharedError(failure)
     counters = world.broadcast_object(counters)
-    for array in (parts.weights, *parts.rule.state().values(), *parts.model.buffers()):
+    changing = list_changing(parts)
+    for array in (*changing.over_layout.values(), *changing.statistics.values()):
         world.broadcast(array)
-    parts.half_weights.copy_(parts.weights[: parts.layout.split])
+    refresh(parts)
     parts.rule.step_count = counters["rule_steps"]
     # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
     if parts.loss_scale and counters.get("loss_scale"):
@@ -97,11 +140,13 @@ def load_state(
 
 def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
     """The network under its usual parameter names, and the update rule's arrays under the same."""
+    changing = list_changing(parts)
     network = named_arrays(parts.weights, parts.layout)
-    network |= {name: buffer.detach().contiguous() for name, buffer in parts.model.named_buffers()}
+    network |= {name: buffer.detach().contiguous() for name, buffer in changing.statistics.items()}
     optimizer = {
         f"{kind}/{name}": array
-        for kind, flat in parts.rule.state().items()
+        for kind, flat in changing.over_layout.items()
+        if kind != "weights"
         for name, array in named_arrays(flat, parts.layout).items()
     }
     return {"model": network, "optimizer": optimizer}
@@ -132,17 +177,17 @@ def _check_order(order: Mapping[str, int], saved: Mapping[str, int]) -> None:
 
 def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
     """The way back; a checkpoint of another model is a sentence."""
-    buffers = dict(parts.model.named_buffers())
+    changing = list_changing(parts)
     network = files["model"]
-    load_named(parts.weights, parts.layout, {name: array for name, array in network.items() if name not in buffers})
-    for name, buffer in buffers.items():
+    for name, buffer in changing.statistics.items():
         if name not in network or network[name].shape != buffer.shape:
             raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
-        buffer.copy_(network[name])
-    for kind, flat in parts.rule.state().items():
-        own = {
-            key.removeprefix(f"{kind}/"): array
-            for key, array in files["optimizer"].items()
-            if key.startswith(f"{kind}/")
-        }
+    for kind, flat in changing.over_layout.items():
+        if kind == "weights":
+            own = {name: array for name, array in network.items() if name not in changing.statistics}
+        else:
+            prefix = f"{kind}/"
+            own = {n.removeprefix(prefix): array for n, array in files["optimizer"].items() if n.startswith(prefix)}
         load_named(flat, parts.layout, own)
+    for name, buffer in changing.statistics.items():
+        buffer.copy_(network[name])

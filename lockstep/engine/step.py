@@ -8,7 +8,7 @@ from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.optim.loss import count_correct, cross_entropy_sum
 
-# Places in the reducer's side numbers.
+# Places in the reducer's side numbers; behind them lies what `drift.py` compares.
 STOP, LOSS, CORRECT = 0, 1, 2
 
 
@@ -29,7 +29,7 @@ def train_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Ten
 def set_knobs(parts: Parts, lr: float, stop: bool) -> None:
     """What changes from step to step goes to the device first, where a recorded step reads it too."""
     parts.lr.fill_(lr)
-    parts.stop.fill_(stop)
+    parts.note[STOP].fill_(stop)
 
 
 def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -> None:
@@ -39,7 +39,7 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -
     """
     reducer, scale = parts.reducer, parts.loss_scale
     reducer.begin()
-    reducer.side[STOP] = parts.stop
+    reducer.side[: len(parts.note)] = parts.note
     for part, is_last in split_batch(len(labels), parts.max_batch_per_rank):
         logits = parts.model(images[part].to(parts.dtype))
         loss = cross_entropy_sum(logits, labels[part], parts.label_smoothing) / global_size

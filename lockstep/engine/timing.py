@@ -4,10 +4,11 @@ A mark closes the interval since the last one and says what it was spent on. On 
 until the marks are read.
 """
 
-import time
 from typing import Literal
 
 import torch
+
+from lockstep.comm.moment import Moment, seconds_between, take_moment, wait_for
 
 Kind = Literal["input", "compute", "communicate", "other"]
 KINDS: tuple[Kind, ...] = ("input", "compute", "communicate", "other")
@@ -18,7 +19,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[Kind, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[Kind, Moment]] = []
         self._last = self._now()
 
     def mark(self, kind: Kind) -> None:
@@ -28,27 +29,15 @@ class Clock:
     def take(self) -> dict[Kind, float]:
         """Seconds by kind since the last call; on a GPU this waits for the last mark to pass."""
         seconds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
-        if self._marks and isinstance(event := self._marks[-1][1], torch.cuda.Event):
-            event.synchronize()
+        if self._marks:
+            wait_for(self._marks[-1][1])
         for kind, now in self._marks:
-            seconds[kind] += _elapsed(self._last, now)
+            seconds[kind] += seconds_between(self._last, now)
             self._last = now
         if not self._marks:  # whatever has passed is nobody's
             self._last = self._now()
         self._marks.clear()
         return seconds
 
-    def _now(self) -> "float | torch.cuda.Event":
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _elapsed(start: "float | torch.cuda.Event", end: "float | torch.cuda.Event") -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return float(start.elapsed_time(end)) / 1000
-    assert isinstance(start, float)
-    assert isinstance(end, float)
-    return end - start
+    def _now(self) -> Moment:
+        return take_moment(on_gpu=self._on_gpu)

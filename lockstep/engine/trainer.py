@@ -1,9 +1,11 @@
 """The loop around the step: log, certify, evaluate, checkpoint, stop when asked (step 10 on the walk)."""
 
+import contextlib
 import math
 import platform
+import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,26 +13,39 @@ import torch
 from torch import Tensor
 
 from lockstep import __version__
-from lockstep.comm.links import measure_links
-from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, typical_times
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
-from lockstep.data.order import Ledger, expected_ledger, mix
+from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
+from lockstep.engine.account import Account
+from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
+from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
-from lockstep.engine.execution import Step, choose_execution
 from lockstep.engine.input_report import InputReport
+from lockstep.engine.measure import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
-from lockstep.engine.timing import Kind
-from lockstep.engine.tune import default_tuning_folder, describe_tuning, tune_parts
 from lockstep.errors import LockstepError, SharedError
-from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, Sink, StepDone
+from lockstep.events import (
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    Event,
+    Notice,
+    PlanChosen,
+    RunEnded,
+    RunStarted,
+    Sink,
+    StepDone,
+)
 from lockstep.optim.doctor import Doctor
+from lockstep.plan.choose import explain_choice
+from lockstep.plan.files import write_plan
+from lockstep.plan.plan import Plan, describe_reduction, to_table
+from lockstep.plan.profile import InputRate
 
 Status = Literal["finished", "interrupted"]
-TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
 
 
 @dataclass
@@ -38,30 +53,6 @@ class StopRequest:
     """The stop signal this rank has received, if any."""
 
     signal: int = 0
-
-
-@dataclass
-class Window:
-    """Some steps: how many, what they trained, and where this rank's time went meanwhile."""
-
-    steps: int = 0
-    images: int = 0
-    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(TRAINING, 0.0))
-
-    def add(self, other: "Window") -> None:
-        self.steps += other.steps
-        self.images += other.images
-        for kind in TRAINING:
-            self.seconds[kind] += other.seconds[kind]
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds[kind] for kind in TRAINING)
-
-    @property
-    def rank_times(self) -> RankTimes:
-        """What a step cost this rank alone."""
-        return RankTimes(self.seconds["input"] / self.steps, self.seconds["compute"] / self.steps)
 
 
 class Trainer:
@@ -88,12 +79,10 @@ class Trainer:
         self.stop = stop
         self.steps_per_epoch, self.total_steps = count_steps(config, sources.train.num_samples)
         self.state = State()
-        self.first = Window()  # the first step, which pays for memory, threads and kernels that no later step pays for
-        self.spent = Window()  # all later ones
-        self.window = Window()  # since the last step record
-        self.rank_times: list[RankTimes] = []  # of every window
+        self.account = Account()
         self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
         self.doctor: Doctor | None = None
+        self.is_compared = False  # whether the step at hand carries the checksums of all ranks' weights
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.input = InputReport(world, sink)
         self.unsaved = ""  # why the last checkpoint could not be written
@@ -103,16 +92,17 @@ class Trainer:
         start = time.time()
         self._say_started(start)
         try:
-            self._tune()
-            step = choose_execution(
-                self.config, self.parts, self.world, self.total_steps - self.state.step, self._inform
-            )
+            chosen = self._choose_plan()
+            step = self._apply(chosen.plan)
             with (
-                build_train_pipeline(self.config, self.world, self.sources.train, self.state.cursor) as pipeline,
+                build_train_pipeline(
+                    self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input
+                ) as pipeline,
                 build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
             ):
                 status = self._loop(pipeline, step)
-                self.input.say_means(pipeline)
+                self.input.say_choice(pipeline)
+                self._keep_rate(pipeline, chosen)
         except BaseException as error:
             self._say_ended("failed", start, reason=str(error))
             raise
@@ -122,11 +112,46 @@ class Trainer:
             raise LockstepError(self.unsaved)
         return status
 
-    def _tune(self) -> None:
-        """Choose how gradients travel; the run remembers, so that it adds in the same order when it goes on."""
-        tuning = tune_parts(self.config, self.parts, self.world, [self.folder / "tuning.toml", default_tuning_folder()])
-        if tuning:
-            self._inform(describe_tuning(tuning))
+    def _choose_plan(self) -> Chosen:
+        """How steps are taken; the run remembers, so that it adds in the same order when it goes on."""
+        num_steps = self.total_steps - self.state.step
+        places = [self.folder, default_plan_folder()]
+        chosen = choose_plan(self.config, self.parts, self.world, places, num_steps=num_steps)
+        plan, profile = chosen.plan, chosen.profile
+        self._emit(
+            PlanChosen(
+                source=chosen.source,
+                seconds=profile.seconds,
+                topology=profile.setup.topology,
+                backend=profile.setup.backend,
+                batch=profile.setup.batch,
+                execution=str(plan.execution),
+                reduction=describe_reduction(plan.reduction) if self.world.size > 1 else "",
+                plan=to_table(plan),
+                trials=explain_choice(profile.trials),
+            )
+        )
+        return chosen
+
+    def _keep_rate(self, pipeline: TrainPipeline, chosen: Chosen) -> None:
+        """Add to the run's profile what the input turned out to do."""
+        crew = pipeline.crew()
+        if not self.world.is_first or crew.images_per_second is None:
+            return
+        rate = InputRate(crew.images_per_second, crew.decoder, crew.threads)
+        with contextlib.suppress(LockstepError):  # a full disk costs the profile, not the run
+            write_plan(self.folder, chosen.plan, replace(chosen.profile, input=rate))
+
+    def _apply(self, plan: Plan) -> Step:
+        start, stop = share(self.config.train.global_batch, self.world.rank, self.world.size)
+        global_batch = self.config.train.global_batch
+        return apply_plan(plan.execution, plan.reduction, self.parts, stop - start, global_batch, self._warn)
+
+    def _warn(self, text: str) -> None:
+        """Say it on any rank; the display belongs to rank 0."""
+        self._emit(Notice(level="warning", text=text, rank=self.world.rank))
+        if not self.world.is_first:
+            print(f"lockstep: rank {self.world.rank}: {text}", file=sys.stderr)
 
     def _inform(self, text: str) -> None:
         self._emit(Notice(level="info", text=text))
@@ -143,16 +168,19 @@ class Trainer:
             self._seed_dropout()
             if self._is_evaluated(state.step + 1):
                 self.evaluation.prepare()
+            self.is_compared = self.world.size > 1 and (state.step + 1) % self.config.train.log_every == 0
+            if self.is_compared:
+                note_weights(parts)
             side = take_step(batch, lr, bool(self.stop.signal))
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
             self.tally += parts.loss_scale.drop_skipped(side) if parts.loss_scale else side
-            self.window.steps += 1
-            self.window.images += batch.global_size
+            self.account.count(batch.global_size)
             stopping = self._read_vote(side) and not self._is_last
-            if stopping or self._is_last or self._is_due(self.config.train.log_every) or not self.first.steps:
+            if stopping or self._is_last or self._is_due(self.config.train.log_every) or self.account.is_empty:
                 self._log(lr)
+                self._compare(side)
             self._follow_up(batch, pipeline, stopping)
             clock.mark("other")
             if stopping:
@@ -202,8 +230,7 @@ class Trainer:
 
     def _log(self, lr: float) -> None:
         """Close the window of steps since the last record and report it."""
-        window, state = self.window, self.state
-        window.seconds = self.parts.clock.take()
+        window, state = self.account.close_window(self.parts.clock.take()), self.state
         tally = self.tally.tolist()
         num_good = window.steps - self._examine()
         loss = tally[LOSS] / num_good if num_good else math.nan
@@ -220,16 +247,18 @@ class Trainer:
                 top1=tally[CORRECT] / window.images * window.steps / max(1, num_good),
                 lr=lr,
                 images_per_second=window.images / window.total_s,
-                input_s=window.seconds["input"] / window.steps,
-                compute_s=window.seconds["compute"] / window.steps,
-                comm_s=window.seconds["communicate"] / window.steps,
+                input_s=window.mean_s("input"),
+                compute_s=window.mean_s("compute"),
+                comm_s=window.mean_s("communicate"),
                 step_s=window.total_s / window.steps,
             )
         )
-        (self.spent if self.first.steps else self.first).add(window)
-        self.rank_times.append(window.rank_times)
-        self.window = Window()
         self.tally.zero_()
+
+    def _compare(self, side: Tensor) -> None:
+        """See that all ranks still hold the same weights, if the last step carried word of it."""
+        if self.is_compared and (difference := find_drift(self.parts, side, self.world)):
+            self._emit(Notice(level="warning", text=difference))
 
     def _examine(self) -> int:
         """Say what the loss scale's doctor has to say; returns how many steps of the window were skipped."""
@@ -248,7 +277,7 @@ class Trainer:
         expected = expected_ledger(self.sources.train.num_samples, epoch)
         self.state.ledger = Ledger()
         bad_samples = self.input.name_bad(pipeline, "its neighbour took its place")
-        self.input.say_means(pipeline)
+        self.input.say_choice(pipeline)
         self._emit(
             EpochDone(epoch=epoch, ledger=f"{total.value:016x}", ledger_ok=total == expected, bad_samples=bad_samples)
         )
@@ -300,11 +329,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the last good checkpoint; to be called before `run`."""
-
-        def warn(text: str) -> None:
-            self._emit(Notice(level="warning", text=text))
-
-        self.state, wrote = load_state(self.folder / "checkpoints", self.parts, self.world, self._order, warn)
+        self.state, wrote = load_state(self.folder / "checkpoints", self.parts, self.world, self._order, self._warn)
         if self._is_last:
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
@@ -339,46 +364,21 @@ class Trainer:
         )
 
     def _say_ended(self, status: Literal["finished", "interrupted", "failed"], start: float, reason: str = "") -> None:
-        """T = S · N · e: S is what one rank would do if it never waited, e the share of the time it did not."""
-        spent = self.spent if self.spent.images else self.first
+        """After a failure the other ranks may be gone, and rank 0 speaks for itself."""
+        has_failed = status == "failed"
         straggler = ""
-        seconds = torch.tensor([spent.seconds[kind] for kind in TRAINING], dtype=torch.float64)
-        if status != "failed":  # after a failure the other ranks may be gone, and rank 0 speaks for itself
-            straggler = self._name_straggler(spent)
-            seconds = self.world.sum(seconds) / self.world.size
-        waited, computed, communicated = seconds.tolist()
-        total = max(waited + computed + communicated, 1e-9)
-        throughput = spent.images / total
-        speed = spent.images / self.world.size / computed if computed else None
+        if not has_failed:
+            straggler = self.account.name_straggler(self.world, self.parts.topology, self.parts.layout.gradient_bytes)
+        balance = self.account.balance(self.world, alone=has_failed)
         self._emit(
             RunEnded(
                 status=status,
                 step=self.state.step,
                 epoch=self._epoch,
                 wall_s=time.time() - start,
-                train_s=total,
-                images=spent.images,
-                images_per_second=throughput,
-                speed_one_rank=speed,
                 world_size=self.world.size,
-                efficiency=throughput / (speed * self.world.size) if speed else None,
-                share_compute=computed / total,
-                share_comm=communicated / total,
-                share_input=waited / total,
                 reason=reason,
                 straggler=straggler,
+                **balance._asdict(),
             )
         )
-
-    def _name_straggler(self, spent: Window) -> str:
-        """The sentence on who held the others up, if anyone did; every rank must call it."""
-        if not self.rank_times:
-            return ""
-        times: list[RankTimes] = self.world.gather_objects(typical_times(self.rank_times[1:] or self.rank_times))
-        topology = self.parts.topology
-        waited = self.world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
-        links = measure_links(self.world, topology) if waited > NOTABLE_SHARE else []
-        nodes = [topology.node_of(rank) for rank in range(self.world.size)]
-        num_bytes = self.parts.layout.gradient_bytes
-        straggler = find_straggler(times, spent.total_s / spent.steps, links, num_bytes, nodes)
-        return straggler.text if straggler else ""

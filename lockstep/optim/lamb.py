@@ -44,7 +44,7 @@ class Lamb(Rule):
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         slots = self.segments
         first, second = (slots.split(self._state[name]) for name in ("first_moment", "second_moment"))
-        t = self._count.double() + 1  # in FP64: in FP32, 1 − β₂ᵗ would lose half its digits to cancellation
+        t = self.count.double() + 1  # in FP64: in FP32, 1 − β₂ᵗ would lose half its digits to cancellation
         m_correction = 1.0 - self.beta1**t
         v_correction = 1.0 - self.beta2**t
         for g, m, v in zip(gradients, first, second, strict=True):

@@ -68,6 +68,10 @@ class LossScale:
         """The numbers of the last step, or zeros if it was skipped."""
         return torch.where(self.state[ROW] > 0, 0.0, numbers)
 
+    def arrays(self) -> dict[str, Tensor]:
+        """All that steps change of it."""
+        return {"loss_scale": self.state, "overflows": self.overflows, "firsts": self.firsts}
+
     def save(self) -> list[float]:
         """What a checkpoint holds of it."""
         return self.state.tolist()

@@ -6,13 +6,11 @@ cast the gradients to FP32, unscale, update slot by slot, and put everything bac
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
 from lockstep.layout import Layout
 from lockstep.optim.loss_scale import LossScale
@@ -79,7 +77,8 @@ class Rule(ABC):
         self.segments = Segments(layout, device)
         self.is_fused = device.type == "cuda" and has_triton() if fused is None else fused
         self._kernels: FlatUpdate | None = None
-        self._count = torch.zeros((), device=device)  # on the device, because only there is known what was skipped
+        # Steps taken without those skipped; on the device, because only there is known what was skipped.
+        self.count = torch.zeros((), device=device)
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
 
     @torch.no_grad()
@@ -100,13 +99,13 @@ class Rule(ABC):
             slots = gradients
         elif self.is_fused:
             kernels = self._kernels or self.fuse()
-            kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self._count, scale)
+            kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self.count, scale)
             return
         else:
             slots = self.segments.split(self._to_fp32(*gradients))
         if scale is None:
             self._update(self.segments.split(weights), slots, lr)
-            self._count += 1
+            self.count += 1
         else:
             self._update_if_finite(weights, slots, lr, scale)
         if half_weights is not None and half_weights.numel():
@@ -114,7 +113,7 @@ class Rule(ABC):
 
     @abstractmethod
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
-        """One step in FP32, the gradients used as scratch; `_count` is that of the steps before."""
+        """One step in FP32, the gradients used as scratch; `count` is that of the steps before."""
 
     @abstractmethod
     def constants(self) -> dict[str, Any]:
@@ -128,7 +127,7 @@ class Rule(ABC):
         self._update(self.segments.split(weights), gradients, lr)
         for array, old in zip(arrays, before, strict=True):
             torch.where(counts, array, old, out=array)
-        self._count += counts
+        self.count += counts
 
     def _to_fp32(self, half: Tensor, full: Tensor) -> Tensor:
         """All gradients in one FP32 array; the FP32 one itself where there are no others."""
@@ -138,30 +137,19 @@ class Rule(ABC):
         """Build the kernels' tables, for their own or another tiling."""
         from lockstep.kernels.flat_update import FlatUpdate
 
-        name, device = type(self).__name__.lower(), self._count.device
+        name, device = type(self).__name__.lower(), self.count.device
         self._kernels = FlatUpdate(self.layout, device, name, tiling=tiling, **self.constants())
         return self._kernels
 
     @property
     def step_count(self) -> int:
         """Steps taken, without those skipped; asking waits for the device."""
-        return int(self._count.item())
+        return int(self.count.item())
 
     @step_count.setter
     def step_count(self, count: int) -> None:
-        self._count.fill_(count)
+        self.count.fill_(count)
 
     def state(self) -> dict[str, Tensor]:
         """The flat state arrays by name, not copied: with `step_count`, all that a rule remembers."""
         return dict(self._state)
-
-    def load_state(self, arrays: Mapping[str, Tensor], step_count: int) -> None:
-        """Go on from a saved state."""
-        if arrays.keys() != self._state.keys():
-            raise LockstepError(
-                f"The saved optimiser state holds {sorted(arrays)} but {type(self).__name__.upper()} needs "
-                f"{sorted(self._state)}: resume with the optim.name the run was started with."
-            )
-        for name, array in self._state.items():
-            array.copy_(arrays[name])
-        self.step_count = step_count

@@ -61,7 +61,7 @@ class Display:
             self.step = event
         if self.time_left:
             self.time_left.emit(event)
-        if line := describe(event):
+        for line in describe(event):
             self.show_line(line, event)
         self.show_progress(event)
         if isinstance(event, RunEnded):

@@ -1,8 +1,21 @@
 """Records in words: the lines that the live and the plain display share, in ASCII so that any log can hold them."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
+from lockstep.events import (
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    Event,
+    InputChosen,
+    Notice,
+    PlanChosen,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
 from lockstep.report.summary import spent_sentence
 
 
@@ -34,8 +47,18 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 1e3:.0f} kB"
 
 
-def describe(event: Event) -> str:
-    """The line an event is worth, or nothing."""
+def describe(event: Event) -> list[str]:
+    """The lines an event is worth: a small table for a plan, one for most, none for some."""
+    match event:
+        case PlanChosen():
+            return describe_plan(event)
+        case InputChosen():
+            return [event.text]
+    line = _describe_line(event)
+    return [line] if line else []
+
+
+def _describe_line(event: Event) -> str:
     match event:
         case RunStarted():
             resumed = f", from step {event.start_step:,}" if event.start_step else ""
@@ -56,6 +79,37 @@ def describe(event: Event) -> str:
         case EpochDone() if not event.ledger_ok:
             return f"warning: epoch {event.epoch + 1} did not see every sample exactly once"
     return ""
+
+
+def describe_plan(event: PlanChosen) -> list[str]:
+    """What was chosen, and one line for each alternative with what it cost; nothing where there was no choice."""
+    if event.source == "default":
+        return []
+    how = f"{event.execution}; gradients in {event.reduction}" if event.reduction else event.execution
+    where = f"on {event.topology}{f' over {event.backend}' if event.backend else ''}"
+    since = "measured" if event.source == "measured" else "remembered, once measured"
+    lines = [f"The step: {how} ({since} in {event.seconds:.1f} s {where})."]
+    return lines + describe_trials(event.trials, event.batch)
+
+
+def describe_trials(trials: Sequence[Mapping[str, Any]], batch: int) -> list[str]:
+    """A line for each candidate, the chosen one marked: what a step took with it, or why it was left out."""
+    differ = len({trial["execution"] for trial in trials}) > 1  # or there is no need to say it in every line
+    lines = []
+    for trial in trials:
+        name = _name_trial(trial, differ)
+        if trial["failure"]:
+            lines.append(f"    left out     {name or trial['execution']}: {trial['failure']}")
+        else:
+            ms, rate = trial["seconds"] * 1e3, batch / trial["seconds"]
+            lines.append(f"  {'*' if trial['chosen'] else ' '} {ms:8.2f} ms  {name} ({rate:,.0f} images/s a rank)")
+    return lines
+
+
+def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
+    travel = f"{trial['rule']}: {trial['reduction']}" if trial["reduction"] else ""
+    shows_execution = with_execution or not travel
+    return "; ".join(filter(None, (trial["execution"] if shows_execution else "", travel)))
 
 
 def describe_place(step: StepDone, start: RunStarted) -> list[str]:

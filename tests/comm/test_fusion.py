@@ -3,12 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.fusion import Buffer, add_tail, exposed_s, plan_buffers, plan_merged, plan_two_segments
+from lockstep.comm.fusion import Buffer, add_tail, plan_buffers, plan_merged, plan_two_segments
 from lockstep.errors import LockstepError
 from lockstep.layout import ALIGNMENT, Layout, ParameterSpec, plan_layout
 
@@ -67,6 +68,17 @@ def slots_of(units: Sequence[int]) -> Layout:
 
 def firsts(buffers: Sequence[Buffer]) -> list[int]:
     return [buffer.first for buffer in buffers]
+
+
+def exposed_s(
+    buffers: Sequence[Buffer], ready_s: Sequence[float], predict: Predict, bytes_per_element: int = 4
+) -> float:
+    """Seconds by which communication outlasts the backward pass."""
+    ready = list(accumulate(ready_s, max))
+    done = 0.0
+    for buffer in buffers:
+        done = max(done, ready[buffer.last - 1]) + predict((buffer.end - buffer.start) * bytes_per_element)
+    return done - ready[-1]
 
 
 def finish(units: Sequence[int], ready_s: Sequence[float], predict: Predict, cuts: Sequence[int]) -> float:

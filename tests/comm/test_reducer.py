@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.comm.cost import Choice
+from lockstep.comm.cost import FLAT, Choice
 from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
-from lockstep.comm.hybrid import FLAT, Hybrid
-from lockstep.comm.reducer import Reducer, allocate_gradients
+from lockstep.comm.hybrid import Hybrid
+from lockstep.comm.reducer import Landing, Reducer, allocate_gradients
 from lockstep.comm.topology import find_topology
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
@@ -41,7 +41,7 @@ def reduce_once(
     passes: int = 1,
     choice: Choice = FLAT,
     dtype: torch.dtype = torch.float32,
-    copies_late: bool = False,
+    landing: Landing | None = None,
 ) -> tuple[dict[str, torch.Tensor], float]:
     model = build_network(norm=dtype != torch.float32)
     layout = plan_layout(describe_parameters(model, half=dtype != torch.float32))
@@ -61,8 +61,8 @@ def reduce_once(
         slots,
         plan,
         start=hybrid.start if hybrid else None,
+        landing=landing,
     )
-    reducer.copies_late = copies_late or reducer.keeps  # as on a GPU
     start = sum(shares[: world.rank])
     own = samples(sum(shares))[start : start + shares[world.rank]]
     for _ in range(2):  # the second step must not remember the first
@@ -184,11 +184,10 @@ def test_half_and_fp32_gradients_travel_in_their_own_format(dtype: torch.dtype, 
         assert all(torch.equal(first[name], other[name]) for other, _ in others)
 
 
-@pytest.mark.parametrize("shares", [[4], [3, 2], [3, 0]])
-def test_gradients_copied_all_at_once_are_the_same(shares: list[int]) -> None:
-    overlap = len(shares) == 1
-    late = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, True)
-    soon = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, False)
+@pytest.mark.parametrize(("shares", "overlap"), [([4], True), ([3, 2], False), ([3, 2], True), ([3, 0], True)])
+def test_gradients_moved_by_buffer_are_the_same(shares: list[int], overlap: bool) -> None:
+    late = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, "by buffer")
+    soon = run_ranks(reduce_once, len(shares), shares, 500.0, overlap, 2, FLAT, torch.float16, "at once")
     for (found, votes), (wanted, _) in zip(late, soon, strict=True):
         assert votes == sum(range(1, len(shares) + 1))
         assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())

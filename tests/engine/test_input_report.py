@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.comm.world import World
 from lockstep.data.reader import SampleReader
+from lockstep.data.workshop import Crew
 from lockstep.engine.input_report import InputReport
 from lockstep.errors import SharedError
 from lockstep.events import Event
@@ -38,7 +39,14 @@ class Listener:
 
 
 def pipeline(bad: dict[int, str], bad_share: float = 1.0) -> Any:
-    return SimpleNamespace(bad=bad, reader=SampleReader(Source(), bad_share), describe=lambda: "Input: a thread.")
+    crew = Crew("cpu", 1, 0, threads_help=True, is_resident=False, images_per_second=None)
+    return SimpleNamespace(
+        bad=bad,
+        reader=SampleReader(Source(), bad_share),
+        describe=lambda: "Input: a thread.",
+        depth=2,
+        crew=lambda: crew,
+    )
 
 
 def meet_bad(world: World) -> tuple[int, str]:
@@ -80,10 +88,10 @@ def test_how_batches_are_made_is_said_when_it_changes() -> None:
     listener = Listener()
     report = InputReport(alone(), listener)
     made = pipeline({})
-    report.say_means(made)
-    report.say_means(made)
+    report.say_choice(made)
+    report.say_choice(made)
     made.describe = lambda: "Input: two threads."
-    report.say_means(made)
+    report.say_choice(made)
     assert listener.texts == ["Input: a thread.", "Input: two threads."]
 
 

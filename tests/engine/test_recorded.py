@@ -1,170 +1,75 @@
-"""The step as a CUDA graph: the same weights as the step launched one by one, and the host never waits."""
+"""The step as a CUDA graph: the same weights as the step launched one by one, sums under it, and the host never waits."""
 
-import warnings
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.bench.standin import StandIn
+from lockstep.comm.cost import FLAT
+from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
+from lockstep.comm.reducer import Sent
+from lockstep.comm.topology import Link
 from lockstep.comm.world import World, join_world
-from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.config import RunConfig
+from lockstep.data.pipeline import Batch
+from lockstep.engine.apply import apply_execution, apply_plan, apply_reduction, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
-from lockstep.engine.execution import (
-    Execution,
-    Trial,
-    apply_execution,
-    choose_execution,
-    describe_trials,
-    list_executions,
-    pick_trial,
-)
+from lockstep.engine.measure import fake_batch
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.step import LOSS, train_step
-from lockstep.engine.tune import fake_batch
 from lockstep.models import set_fused
 from lockstep.optim.schedule import Schedule
+from lockstep.plan.plan import Execution
+from tests.device import sync_errors
+from tests.engine.small import compile_without_a_compiler, small_config
 from tests.ranks import run_ranks
 
-
-def compile_without_a_compiler(module: nn.Module, *, dynamic: bool | None = None, backend: Any = "eager") -> None:
-    """Traced as it would be, with nothing behind."""
-    module._compiled_call_impl = torch.compile(module._call_impl, backend=backend, dynamic=dynamic)
+OWN, RECORDED = Execution("own"), Execution("own", recorded=True)
 
 
-def tiny(compute: Any, **train: Any) -> RunConfig:
-    return RunConfig(
-        data=DataConfig(image_size=64),
-        model=ModelConfig(name="resnet18", width=16),
-        optim=OptimConfig(name="lars", lr=0.1),
-        precision=PrecisionConfig(compute=compute),
-        train=TrainConfig(global_batch=16, duration="1ep", **train),  # type: ignore[arg-type]
-    )
-
-
-def test_pins_leave_only_what_was_asked_for() -> None:
-    (only,) = list_executions(tiny("fp32", cuda_graph="on", own_kernels="off"))
-    assert (only.graph, only.fused, only.compile) == (True, False, "off")
-    launched, recorded = list_executions(tiny("fp32", compile="block"))
-    assert (launched.compile, launched.graph, recorded.graph) == ("block", False, True)
-
-
-@pytest.mark.parametrize(("capability", "fused"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_own_kernels_are_for_gpus_that_triton_supports(
-    capability: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert {execution.fused for execution in list_executions(tiny("fp16"))} == {fused}
-    assert list_executions(tiny("fp16", own_kernels="on"))[0].fused
-
-
-def test_where_every_way_fails_the_plain_step_remains_and_says_so() -> None:
-    failed = [Trial(Execution(fused=True), float("inf"), "no driver"), Trial(Execution(graph=True), 0.1, "no memory")]
-    best = pick_trial(failed)
-    assert best.execution == Execution()
-    assert describe_trials(failed, best, 16, 2.0).endswith("because every other way failed.")
-    working = [*failed, Trial(Execution(fused=True, graph=True), 0.002)]
-    said = describe_trials(working, pick_trial(working), 16, 2.0)
-    assert said.startswith("The step runs with own kernels, as a CUDA graph: 2.0 ms (8,000 images/s here); measured in")
-
-
-def test_on_a_cpu_the_step_is_the_plain_one() -> None:
-    with join_world(None) as world:
-        config = tiny("fp32")
-        parts = assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1))
-        said: list[str] = []
-        step = choose_execution(config, parts, world, 10, said.append)
-        side = step(fake_batch(config, world), 0.1, True)
-    assert side[LOSS] > 0
-    assert said == []
-
-
-@pytest.mark.filterwarnings("ignore")  # of the tracer's own
-def test_on_a_cpu_it_is_compiled_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "compile", compile_without_a_compiler)
-    config = tiny("fp32", compile="block")
-    said: list[str] = []
-    with join_world(None) as world:
-        parts = build(config, world)
-        before = parts.weights.clone()
-        step = choose_execution(config, parts, world, 10, said.append)
-        assert torch.equal(parts.weights, before)
-        assert any(module._compiled_call_impl is not None for module in parts.model.modules())
-        assert step(fake_batch(config, world), 0.1, False)[LOSS] > 0
-    assert said[0].startswith("The step runs with compiled by block, launched one by one: ")
-
-
-def compile_on_rank_0_only(module: nn.Module, **options: Any) -> None:
-    if torch.distributed.get_rank() > 0:
-        raise_for_want_of_a_compiler(module)
-    else:
-        compile_without_a_compiler(module, **options)
-
-
-def raise_for_want_of_a_compiler(module: nn.Module, **_: Any) -> None:
-    def call(*_: Any) -> None:
-        raise RuntimeError("\nno  C++ compiler was found\nset THIS for a stack trace")
-
-    module._compiled_call_impl = call  # type: ignore[assignment]
-
-
-def raise_at_once(module: nn.Module, **_: Any) -> None:
-    raise RuntimeError("not on this platform")
-
-
-def test_a_compiler_that_cannot_even_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "compile", raise_at_once)
-    config, said = tiny("fp32", compile="whole"), list[str]()
-    with join_world(None) as world:
-        parts = build(config, world)
-        step = choose_execution(config, parts, world, 10, said.append)
-        assert step(fake_batch(config, world), 0.1, False)[LOSS] > 0
-    assert said[0] == "The step with compiled whole, launched one by one was left out: not on this platform"
-
-
-def choose_where_one_rank_cannot_compile(world: World) -> tuple[list[str], float]:
-    config, said = tiny("fp32", compile="block"), list[str]()
-    parts = build(config, world)
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        patch.setattr(nn.Module, "compile", compile_on_rank_0_only)
-        step = choose_execution(config, parts, world, 10, said.append)
-    return said, step(fake_batch(config, world), 0.1, False)[LOSS].item()
-
-
-def test_where_one_rank_cannot_compile_none_does_and_each_says_why() -> None:
-    (first, loss), (second, same_loss) = run_ranks(choose_where_one_rank_cannot_compile, 2)
-    left_out = "The step with compiled by block, launched one by one was left out: "
-    assert first[0] == left_out + "it failed on another rank."
-    assert second[0] == left_out + "no C++ compiler was found"
-    assert first[1] == second[1]
-    assert first[1].startswith("The step runs with PyTorch's kernels, launched one by one, because")
-    assert loss == same_loss > 0
-
-
-def build(config: RunConfig, world: Any) -> Parts:
+def build(config: RunConfig, world: World, **more: Any) -> Parts:
     set_number_formats(config.precision)
     torch.use_deterministic_algorithms(False)
-    return assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1))
+    return assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1), **more)
+
+
+def cut_buffers(parts: Parts, *, overlap: bool, threshold: float = 100_000) -> ReductionPlan:
+    """Several buffers, so that some are full long before the backward pass ends."""
+    buffers = add_tail(parts.layout, plan_buffers(parts.layout.head, threshold, parts.layout.head_element_bytes))
+    assert len(buffers) > 3
+    return ReductionPlan(buffers, (FLAT,) * len(buffers), overlap)
+
+
+def draw_batches(config: RunConfig, world: World, count: int) -> list[Batch]:
+    """Another batch for every step: a replay that read the last one's would be found out."""
+    batch = fake_batch(config, world)
+    generator = torch.Generator(world.device).manual_seed(world.rank + 1)
+    return [
+        replace(
+            batch,
+            images=torch.randn(batch.images.shape, device=world.device, generator=generator).to(
+                batch.images.dtype, memory_format=torch.channels_last
+            ),
+            labels=torch.randint(0, 10, batch.labels.shape, device=world.device, generator=generator),
+        )
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32"])
 def test_a_recording_gives_the_weights_of_launched_steps(compute: str) -> None:
-    config = tiny(compute)
+    config = small_config(compute)
     with join_world(None) as world:
         weights = []
-        for recorded in (False, True):
+        for execution in (OWN, RECORDED):
             parts = build(config, world)
-            set_fused(parts.model, True)
-            batch = fake_batch(config, world)
-            step = RecordedStep(parts, 16, 16) if recorded else None
-            for number in range(8):
-                lr = 0.1 / (number + 1)
-                side = step(batch, lr) if step else train_step(parts, batch, lr)
+            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
+            for number, batch in enumerate(draw_batches(config, world, 8)):
+                side = step(batch, 0.1 / (number + 1), False)
             weights.append(parts.weights.clone())
             assert torch.isfinite(side[LOSS])
     difference = (weights[0] - weights[1]).norm() / weights[0].norm()
@@ -172,57 +77,143 @@ def test_a_recording_gives_the_weights_of_launched_steps(compute: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recorded", [False, True])
-def test_the_host_never_waits_for_the_device(recorded: bool) -> None:
-    config = tiny("fp16")
+@pytest.mark.parametrize("execution", [OWN, RECORDED], ids=str)
+def test_the_host_never_waits_for_the_device(execution: Execution) -> None:
+    config = small_config("fp16")
     with join_world(None) as world:
         parts = build(config, world)
-        set_fused(parts.model, True)
+        step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
         batch = fake_batch(config, world)
-        step = RecordedStep(parts, 16, 16)
         for _ in range(6):
-            step(batch, 0.1) if recorded else train_step(parts, batch, 0.1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that it may miss some
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+            step(batch, 0.1, False)
+        with sync_errors():
             for _ in range(3):
-                step(batch, 0.1) if recorded else train_step(parts, batch, 0.1)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+                step(batch, 0.1, False)
 
 
 @pytest.mark.gpu
-def test_the_choice_leaves_no_trace_and_says_what_it_measured() -> None:
-    config = tiny("fp16")
+def test_an_odd_batch_between_replays_is_taken_as_usual_and_searches_no_kernels() -> None:
+    config = small_config("fp32")
     with join_world(None) as world:
+        weights = []
+        for execution in (OWN, RECORDED):
+            parts = build(config, world)
+            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
+            for number, batch in enumerate(draw_batches(config, world, 9)):
+                odd = replace(batch, images=batch.images[:5], labels=batch.labels[:5], global_size=5)
+                step(odd if number == 6 else batch, 0.05, False)
+            weights.append(parts.weights.clone())
+            assert torch.backends.cudnn.benchmark
+    assert (weights[0] - weights[1]).norm() / weights[0].norm() < 1e-4
+
+
+@pytest.mark.gpu
+def test_a_recording_that_cannot_be_made_in_mid_run_says_so_and_the_step_is_launched() -> None:
+    config, said = small_config("fp16"), list[str]()
+    with join_world(None) as world, pytest.MonkeyPatch.context() as patch:
         parts = build(config, world)
-        before = [array.clone() for array in (parts.weights, parts.half_weights, *parts.model.buffers())]
-        said: list[str] = []
-        choose_execution(config, parts, world, 10, said.append)
-        after = [parts.weights, parts.half_weights, *parts.model.buffers()]
-        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
-        assert parts.rule.step_count == 0
-    assert "measured in" in said[-1]
+        step = apply_plan(RECORDED, parts.reducer.plan, parts, 16, 16, said.append)
+        patch.setattr(torch.cuda, "graph", raise_out_of_memory)
+        losses = [step(batch, 0.05, False)[LOSS].item() for batch in draw_batches(config, world, 7)]
+    assert said == ["The step could not be recorded and is launched one by one: CUDA out of memory."]
+    assert all(loss > 0 for loss in losses)
 
 
-def take_steps(world: World, recorded: bool) -> tuple[Tensor, list[float]]:
-    """Weights and losses after a few steps on one of several ranks."""
-    config = tiny("fp16")
+def raise_out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def take_steps(world: World, execution: Execution, overlap: bool) -> tuple[Tensor, list[float]]:
+    """Weights and losses after a few steps on one of several ranks, each step on another batch."""
+    config = small_config("fp16")
     parts = build(config, world)
-    set_fused(parts.model, True)
-    parts.reducer.follow(replace(parts.reducer.plan, overlap=False))
-    batch = fake_batch(config, world)
-    step = RecordedStep(parts, len(batch.labels), 16) if recorded else partial(train_step, parts)
-    losses = [step(batch, 0.05, False)[LOSS].item() for _ in range(7)]
+    batches = draw_batches(config, world, 8)
+    plan = cut_buffers(parts, overlap=overlap)
+    step = apply_plan(execution, plan, parts, len(batches[0].labels), 16)
+    losses = [step(batch, 0.05, False)[LOSS].item() for batch in batches]
     return parts.weights.cpu(), losses
 
 
 @pytest.mark.gpu
-def test_two_ranks_on_one_gpu_record_their_passes_and_send_after_them() -> None:
-    (launched, losses), (recorded, same_losses) = (run_ranks(take_steps, 2, kind)[0] for kind in (False, True))
-    assert losses == pytest.approx(same_losses, rel=2e-2)
-    assert (launched - recorded).norm() / launched.norm() < 5e-3
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("nccl", 2), ("nccl", 4)])
+def test_several_ranks_record_their_passes_and_send_under_them_or_after(backend: Any, size: int) -> None:
+    (launched, losses), *_ = run_ranks(take_steps, size, OWN, True, backend=backend)
+    for overlap in (False, True):
+        results = run_ranks(take_steps, size, RECORDED, overlap, backend=backend)
+        recorded, same_losses = results[0]
+        assert all(torch.equal(recorded, other) for other, _ in results)
+        assert losses == pytest.approx(same_losses, rel=2e-2)
+        assert (launched - recorded).norm() / launched.norm() < 5e-3
+
+
+def draw_timeline(overlap: bool) -> list[Sent]:
+    """One recorded step over a stand-in for the network that takes as long for each buffer as a tenth of a step."""
+    config = small_config("fp16")
+    with join_world(None) as world:
+        standin = StandIn(world.device, Link(1e-4, 1e12))
+        parts = build(config, world, hybrid=standin)
+        apply_execution(RECORDED, parts)
+        apply_reduction(cut_buffers(parts, overlap=overlap), parts)
+        standin.channel.times = True
+        with parts.reducer.watching() as watch:
+            step = RecordedStep(parts, 16, 16, pytest.fail)
+            for batch in draw_batches(config, world, 8):
+                step(batch, 0.05)
+            torch.cuda.synchronize()
+            return watch.sent_s()
+
+
+@pytest.mark.gpu
+def test_a_recording_that_overlaps_sends_full_buffers_before_its_backward_pass_ends() -> None:
+    timeline = draw_timeline(overlap=True)
+    end_s = timeline[-1].full_s
+    assert all(sent.full_s <= sent.begun_s < sent.done_s for sent in timeline)
+    assert timeline[0].done_s < end_s
+    assert [sent.full_s for sent in timeline] == sorted(sent.full_s for sent in timeline)
+    after = draw_timeline(overlap=False)
+    assert after[0].begun_s >= after[-1].full_s
+
+
+@pytest.mark.gpu
+def test_a_recordings_ready_times_are_the_devices_own() -> None:
+    config = small_config("fp16")
+    with join_world(None) as world:
+        parts = build(config, world)
+        set_fused(parts.model, True)
+        with parts.reducer.watching() as watch:
+            step = RecordedStep(parts, 16, 16, pytest.fail)
+            for batch in draw_batches(config, world, 6):
+                step(batch, 0.05)
+            torch.cuda.synchronize()
+            first = watch.ready_s()
+    names = [slot.name for slot in parts.layout.slots]
+    assert first[names.index("fc.weight")] < first[names.index("layer4.0.conv1.weight")]
+    assert first[names.index("layer4.0.conv1.weight")] < first[names.index("conv1.weight")] < 0.5
+    assert all(ready > 0 for ready in first)
+
+
+@pytest.mark.gpu
+def test_each_replays_sums_wait_for_their_own_replay() -> None:
+    """The stand-in keeps the first value of every buffer it is given: it must be this step's gradient."""
+    config = small_config("fp32")
+    seen: list[list[float]] = []
+
+    class Looking(StandIn):
+        def run(self, buffer: Tensor, choice: Any, num_exact: int = 0) -> None:
+            kept[-1].append(buffer[:4].clone())
+
+    with join_world(None) as world:
+        for execution in (OWN, RECORDED):
+            kept: list[list[Tensor]] = []
+            parts = build(config, world, hybrid=Looking(world.device, Link(0.0, 1e12)))
+            plan = cut_buffers(parts, overlap=True)
+            step = apply_plan(execution, plan, parts, 16, 16)
+            for batch in draw_batches(config, world, 10):
+                kept.append([])
+                step(batch, 0.05, False)
+            torch.cuda.synchronize()
+            seen.append([value for step_values in kept for part in step_values for value in part.tolist()])
+    torch.testing.assert_close(torch.tensor(seen[1]), torch.tensor(seen[0]), rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the tracer's own
@@ -237,15 +228,15 @@ def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
         compile_without_a_compiler(module, **options)
 
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
-    config = tiny("fp32")
+    config = small_config("fp32")
     weights = []
     with join_world(None) as world:
         for execution in (Execution(), Execution(compile=way)):
             parts = build(config, world)
-            step = apply_execution(execution, parts, 16, 16)
+            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
             step(fake_batch(config, world), 0.1, False)
             weights.append(parts.weights)
-            apply_execution(Execution(), parts, 16, 16)
+            apply_execution(Execution(), parts)
             assert all(module._compiled_call_impl is None for module in parts.model.modules())
     assert len(compiled) == count
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
@@ -266,10 +257,10 @@ def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_n
 
     torch.compiler.reset()
     monkeypatch.setattr(nn.Module, "compile", compile_and_count)
-    config = tiny("fp32")
+    config = small_config("fp32")
     with join_world(None) as world:
         parts = build(config, world)
-        step = apply_execution(Execution(compile="block"), parts, 16, 16)
+        step = apply_plan(Execution(compile="block"), parts.reducer.plan, parts, 16, 16)
         batch = fake_batch(config, world)
         step(batch, 0.1, False)
         step(replace(batch, images=batch.images[:12], labels=batch.labels[:12]), 0.1, False)
@@ -279,3 +270,17 @@ def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_n
         parts.model.eval()
         parts.model(batch.images[:5])
         assert len(graphs) == 2 * 7
+
+
+def test_a_launched_step_of_an_odd_size_searches_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("fp32")
+    with join_world(None) as world:
+        parts = build(config, world)
+        searched: list[bool] = []
+        parts.model.register_forward_hook(lambda *_: searched.append(torch.backends.cudnn.benchmark))
+        step = build_launched(parts, 16)
+        batch = fake_batch(config, world)
+        step(batch, 0.1, False)
+        step(replace(batch, images=batch.images[:5], labels=batch.labels[:5], global_size=5), 0.1, False)
+        train_step(parts, batch, 0.1)
+    assert searched == [True, False, True]

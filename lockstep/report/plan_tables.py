@@ -1,0 +1,46 @@
+"""A profile for people, as `lockstep tune` prints it: what it is true of, what messages cost. Torch-free."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+
+from lockstep.comm.cost import Choice, Fit, Timing
+from lockstep.plan.profile import Setup
+from lockstep.report.phrases import size
+
+
+def describe_setup(setup: Setup) -> list[str]:
+    """Where and for what it was measured."""
+    where = f"{setup.topology}{f' over {setup.backend}' if setup.backend else ''}, {setup.device}"
+    return [
+        f"[bold]{where}[/bold]",
+        f"{setup.model}; {setup.precision}, {setup.batch:,} images of {setup.image_size} pixels a rank; {setup.pins}",
+    ]
+
+
+def build_message_table(messages: Sequence[Timing]) -> Table:
+    """Milliseconds of each all-reduce over message sizes."""
+    choices = list(dict.fromkeys(timing.choice for timing in messages))
+    measured = {(timing.num_bytes, timing.choice): timing.seconds for timing in messages}
+    table = Table(box=None, header_style="bold", title="milliseconds by message size, the best of each marked")
+    table.add_column("bytes", justify="right")
+    for choice in choices:
+        table.add_column(str(choice), justify="right")
+    for num_bytes in sorted({timing.num_bytes for timing in messages}):
+        row = {choice: measured[num_bytes, choice] for choice in choices if (num_bytes, choice) in measured}
+        best = min(row, key=row.__getitem__)
+        cells = [
+            f"{row[choice] * 1e3:.2f}{' *' if choice == best else '  '}" if choice in row else "-  "
+            for choice in choices
+        ]
+        table.add_row(size(num_bytes), *cells)
+    return table
+
+
+def describe_fits(fits: Mapping[Choice, Fit]) -> list[str]:
+    """The cost of each all-reduce as a formula, and how well it holds."""
+    return [
+        f"  {choice}: about {fit.latency_s * 1e3:.2f} ms + {fit.seconds_per_byte * 1e9:.2f} ms/MB for long ones; "
+        f"from 256 KiB the fit is off by {100 * fit.median_error:.0f} %, at most {100 * fit.max_error:.0f} %"
+        for choice, fit in fits.items()
+    ]

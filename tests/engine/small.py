@@ -1,0 +1,25 @@
+"""A small network and its configuration, for tests of how a step is executed."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+
+
+def small_config(compute: Any, comm: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+    """ResNet-18, a quarter as wide, on 16 images of 64 pixels."""
+    return RunConfig(
+        data=DataConfig(image_size=64),
+        model=ModelConfig(name="resnet18", width=16),
+        optim=OptimConfig(name="lars", lr=0.1),
+        precision=PrecisionConfig(compute=compute),
+        comm=CommConfig(**{"tune_s": 0.0} | (comm or {})),
+        train=TrainConfig(global_batch=16, duration="1ep", **train),  # type: ignore[arg-type]
+    )
+
+
+def compile_without_a_compiler(module: nn.Module, *, dynamic: bool | None = None, backend: Any = "eager") -> None:
+    """Traced as it would be, with nothing behind."""
+    module._compiled_call_impl = torch.compile(module._call_impl, backend=backend, dynamic=dynamic)
