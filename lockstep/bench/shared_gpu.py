@@ -5,7 +5,7 @@ other ranks over sockets: what is computed is what a cluster computes, and what 
 """
 
 
-def describe_rank(rank: int) -> dict[str, str]:
+def describe_rank(rank: int | str) -> dict[str, str]:
     """A rank's environment, to be set before NCCL starts: a host and a node of its own, with one rank on it."""
     name = f"r{rank}"
     return {"NCCL_HOSTID": name, "LOCKSTEP_NODE": name, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
