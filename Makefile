@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test check format bench clean
+.PHONY: setup train test test-gpu check format bench clean
 
 setup: $(VENV)/.installed
 
@@ -17,6 +17,10 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+
+# A machine with a GPU often has PyTorch already and no network: nothing is installed for this one.
+test-gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -m gpu
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 """Tests run on the CPU, also where there is a GPU; those marked `gpu` are asked for with `-m gpu`."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -15,3 +16,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA what there is
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is defined: kernels run on the CPU, step by step
+
+
+@pytest.fixture(autouse=True)
+def default_sync_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test on the GPU that leaves PyTorch's sync debug mode on fails itself, and not all tests after it."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        from tests.device import reset_sync_mode  # not before `pytest_configure`: it loads torch
+
+        left = reset_sync_mode()
+        assert left == 0, f"the test left the sync debug mode at {left}; use tests.device.sync_errors"

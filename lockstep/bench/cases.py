@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -11,23 +12,39 @@ from torch import nn
 
 from lockstep.bench import ddp
 from lockstep.comm.world import World
-from lockstep.config import CommConfig, DataConfig, OptimConfig, RunConfig, TrainConfig
+from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
-from lockstep.engine.build import Parts, assemble
+from lockstep.engine.build import HALF, Parts, assemble
 from lockstep.engine.measure import choose_plan
-from lockstep.models import build_model
+from lockstep.models import RESNET_DEPTHS, build_model
 from lockstep.models.initialize import initialize
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.plan import Plan, describe_reduction
 
+Precision = Literal["fp32", "fp16", "bf16"]
 Step = Callable[[], None]
 Opener = Callable[[], AbstractContextManager[Step]]
 LR, MOMENTUM, WEIGHT_DECAY = 1e-3, 0.9, 1e-4
 TUNE_S = 20.0  # that each side may spend on choosing how its gradients travel
 # A stack of this many linear layers, twice as many tensors: communication with hardly anything to compute.
 STACK_LAYERS = 31
+
+
+Switch = Literal["auto", "on", "off"]
+
+
+class Pins(NamedTuple):
+    """What our side leaves no choice in."""
+
+    cuda_graph: Switch = "auto"
+    overlap: Switch = "auto"
+
+
+AUTO = Pins()
+# On a GPU, what a step had to choose between before a recording could overlap.
+APART = {"lockstep, launched": Pins("off", "on"), "lockstep, sent after": Pins("on", "off")}
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,7 @@ class Case:
     batch: int
     model: str = "resnet18"  # or "stack"
     num_classes: int = 10
+    precision: Precision = "fp32"
 
 
 USUAL_CASES = (
@@ -55,10 +73,17 @@ def size_case(gradient_mb: float) -> Case:
     return Case(name, width=width, image_size=8, batch=2, model="stack")
 
 
-def model_case(model: str) -> Case:
-    """A real network with all its gradients and as little to compute as batch norm allows: one small image a rank."""
-    image_size = 128 if model == "alexnet" else 64
-    return Case(f"{model}, one image a rank", width=64, image_size=image_size, batch=1, model=model, num_classes=1000)
+def model_case(model: str, batch: int | None = None, image_size: int | None = None) -> Case:
+    """A real network with all its gradients, unless told as little to compute as batch norm allows: one small image."""
+    image_size = image_size or (128 if model == "alexnet" else 64)
+    images = "one image" if batch in (None, 1) else f"{batch} images"
+    return Case(f"{model}, {images} a rank", 64, image_size, batch or 1, model=model, num_classes=1000)
+
+
+def gpu_case(model: str, batch: int, image_size: int, precision: Precision) -> Case:
+    """A real network with as much to compute as a GPU likes."""
+    name = f"{model} in {precision}, {batch} images of {image_size} pixels a rank"
+    return Case(name, 64, image_size, batch, model=model, num_classes=1000, precision=precision)
 
 
 def build_network(case: Case, device: torch.device) -> nn.Module:
@@ -82,11 +107,11 @@ def count_gradient_bytes(case: Case) -> int:
 
 
 def fake_batch(case: Case, world: World) -> Batch:
-    """Noise with labels, another on every rank."""
+    """Noise with labels, another on every rank, in the precision the input gives: autocast would cast in every step."""
     generator = torch.Generator().manual_seed(world.rank)
     images = torch.randn(case.batch, 3, case.image_size, case.image_size, generator=generator)
     return Batch(
-        images=images.to(world.device, memory_format=torch.channels_last),
+        images=images.to(world.device, HALF.get(case.precision), memory_format=torch.channels_last),
         labels=torch.randint(0, case.num_classes, (case.batch,), generator=generator).to(world.device),
         global_size=case.batch * world.size,
         epoch=0,
@@ -98,20 +123,45 @@ def fake_batch(case: Case, world: World) -> Batch:
 @contextmanager
 def open_bare(case: Case, world: World, batch: Batch) -> Iterator[Step]:
     """The loop everyone writes for one rank."""
-    yield _torch_step(build_network(case, world.device), batch)
+    yield _torch_step(build_network(case, world.device), batch, case.precision)
 
 
 @contextmanager
-def open_ddp(case: Case, world: World, batch: Batch, setting: ddp.Setting) -> Iterator[Step]:
-    """The same loop around DistributedDataParallel."""
-    yield _torch_step(ddp.wrap(build_network(case, world.device), setting), batch)
+def open_ddp(case: Case, world: World, batch: Batch, setting: ddp.Setting, *, compiled: bool = False) -> Iterator[Step]:
+    """The same loop around DistributedDataParallel, which may be compiled."""
+    wrapped = ddp.wrap(build_network(case, world.device), setting)
+    model: nn.Module = ddp.compile_wrapped(wrapped, setting) if compiled else wrapped
+    if compiled or world.device.type == "cuda":
+        # Compilers and memory fail here, where no other rank waits for a message.
+        with wrapped.no_sync():
+            _torch_loss(model, batch, case.precision).backward()
+    yield _torch_step(model, batch, case.precision)
+
+
+def build_config(case: Case, global_size: int, pins: Pins = AUTO) -> RunConfig:
+    """The case as a run would be asked for it; a stack of layers has no name there."""
+    width = {"width": case.width} if case.model in RESNET_DEPTHS else {}
+    return RunConfig(
+        data=DataConfig(image_size=case.image_size, eval_resize=max(256, case.image_size)),
+        model=ModelConfig() if case.model == "stack" else ModelConfig.model_validate({"name": case.model, **width}),
+        optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
+        precision=PrecisionConfig(compute=case.precision),
+        comm=CommConfig(tune_s=TUNE_S, overlap=pins.overlap),
+        train=TrainConfig(
+            global_batch=global_size,
+            duration="1ep",  # type: ignore[arg-type]
+            max_batch_per_rank=max(256, case.batch),  # a step is one pass, as it is for the others
+            cuda_graph=pins.cuda_graph,
+        ),
+    )
 
 
 class Lockstep:
     """Our side, as a run would be: tuned when it is first opened, under that plan from then on."""
 
-    def __init__(self, case: Case, world: World, batch: Batch) -> None:
+    def __init__(self, case: Case, world: World, batch: Batch, pins: Pins = AUTO) -> None:
         self._case = case
+        self._pins = pins
         self._world = world
         self._batch = batch
         self._plan: Plan | None = None
@@ -125,12 +175,7 @@ class Lockstep:
     @contextmanager
     def open(self) -> Iterator[Step]:
         world, batch = self._world, self._batch
-        config = RunConfig(
-            data=DataConfig(image_size=self._case.image_size),
-            optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
-            comm=CommConfig(tune_s=TUNE_S),
-            train=TrainConfig(global_batch=batch.global_size, duration="1ep"),  # type: ignore[arg-type]
-        )
+        config = build_config(self._case, batch.global_size, self._pins)
         network = build_network(self._case, world.device)
         parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
         try:
@@ -155,8 +200,8 @@ def _build_stack(case: Case) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def _torch_step(model: nn.Module, batch: Batch) -> Step:
-    """A step with PyTorch's quickest SGD."""
+def _torch_step(model: nn.Module, batch: Batch, precision: Precision) -> Step:
+    """A step with PyTorch's quickest SGD, and a loss scaler where the precision is FP16."""
     decay = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     plain = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     optimizer = torch.optim.SGD(
@@ -165,11 +210,32 @@ def _torch_step(model: nn.Module, batch: Batch) -> Step:
         momentum=MOMENTUM,
         fused=True,
     )
+    scaler = torch.amp.GradScaler(batch.images.device.type, enabled=precision == "fp16")
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        loss = nn.functional.cross_entropy(model(batch.images), batch.labels)
-        loss.backward()
-        optimizer.step()
+        with _usual_sums() if precision in HALF else nullcontext():
+            scaler.scale(_torch_loss(model, batch, precision)).backward()
+        scaler.step(optimizer)
+        scaler.update()
 
     return step
+
+
+def _torch_loss(model: nn.Module, batch: Batch, precision: Precision) -> torch.Tensor:
+    """The mean loss, under autocast where the precision is half."""
+    half = HALF.get(precision)
+    with torch.autocast(batch.images.device.type, half) if half else nullcontext():
+        return nn.functional.cross_entropy(model(batch.images), batch.labels)
+
+
+@contextmanager
+def _usual_sums() -> Iterator[None]:
+    """Matrix products may add in half precision, as PyTorch lets them by default and Lockstep does not."""
+    switches = torch.backends.cuda.matmul
+    before = switches.allow_fp16_reduced_precision_reduction, switches.allow_bf16_reduced_precision_reduction
+    switches.allow_fp16_reduced_precision_reduction = switches.allow_bf16_reduced_precision_reduction = True
+    try:
+        yield
+    finally:
+        switches.allow_fp16_reduced_precision_reduction, switches.allow_bf16_reduced_precision_reduction = before

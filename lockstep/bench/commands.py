@@ -25,11 +25,27 @@ def step_command(
     ] = "ddp",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes, in network namespaces or pretended.")] = 1,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this machine, instead of nodes with ranks.")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"],
+        typer.Option(help="Beside DDP, ranks on GPUs over NCCL, which share one where there are too few; or on CPUs."),
+    ] = "auto",
     model: Annotated[
         str | None,
-        typer.Option(help="Train this network: on one small image a rank, or on --batch images beside torchvision's."),
+        typer.Option(help="Train this network; beside DDP on CPUs on one small image a rank, unless told otherwise."),
     ] = None,
-    batches: Annotated[str, typer.Option("--batch", help="Batch sizes beside torchvision, with commas.")] = "256,512",
+    batches: Annotated[
+        str | None,
+        typer.Option("--batch", help="Images of a rank (256 on a GPU); beside torchvision several (256,512)."),
+    ] = None,
+    image_size: Annotated[
+        int | None, typer.Option(min=1, help="Side of the images beside DDP, in pixels (224 on a GPU).")
+    ] = None,
+    precision: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Beside DDP on GPUs (fp16).")
+    ] = None,
     peers: Annotated[
         str, typer.Option(help="Settings of torchvision's that take part, such as fp32,fp16-compiled; all if empty.")
     ] = "",
@@ -44,26 +60,34 @@ def step_command(
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
 ) -> None:
     """A whole training step beside PyTorch's DDP on several ranks, a bare loop on one, or torchvision's on a GPU."""
+    from lockstep.bench.one_gpu import parse_batches
+
     if against == "torchvision":
-        from lockstep.bench.one_gpu import parse_batches, run
+        from lockstep.bench.one_gpu import run
         from lockstep.bench.torchvision_peers import pick_peers
 
         models = [model] if model else ["resnet50", "alexnet"]
         run(
             models=models,
-            batches=parse_batches(batches),
+            batches=parse_batches(batches or "256,512"),
             peers=pick_peers(peers),
             rounds=min(rounds, 12),
             json_file=json_file,
         )
         return
+    if ranks is not None and nodes > 1:
+        raise LockstepError("--ranks are those of this machine alone; with --nodes give --ranks-per-node.")
     from lockstep.bench.step import run_parent
 
     run_parent(
         nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        ranks_per_node=ranks or ranks_per_node,
         against=against,
+        device=device,
         model=model,
+        batch=parse_batches(batches)[0] if batches else None,
+        image_size=image_size,
+        precision=precision,
         gradient_mb=gradient_mb,
         gbit_per_s=gbit_per_s,
         rounds=rounds,

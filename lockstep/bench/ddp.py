@@ -1,11 +1,13 @@
 """PyTorch's DistributedDataParallel as the peer of `step.py`: as everyone writes it, and the settings worth a try."""
 
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -14,6 +16,7 @@ MIB = 1 << 20
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25, 1  # what DDP does when nobody says anything
 FIRST_BUCKET = "_DEFAULT_FIRST_BUCKET_BYTES"  # in torch.distributed; read when DDP is built
 CAPS_MB = (1, 4, DEFAULT_CAP_MB, 100)
+MAX_GRAPHS = 1024  # that the compiler may make of one network's code, over all settings
 
 
 class Setting(NamedTuple):
@@ -35,6 +38,37 @@ def list_settings() -> list[Setting]:
     """Every bucket size, with a first bucket as large and with PyTorch's small one, as far as this release can."""
     pairs = dict.fromkeys((cap, first) for cap in CAPS_MB for first in (cap, DEFAULT_FIRST_MB))
     return [Setting(*pair, is_view=True) for pair in pairs if _is_possible(*pair)]
+
+
+def list_compiled_settings(best: Setting) -> list[Setting]:
+    """What is worth a compilation each: the `best` without, either view of it, the default, and hardly any cuts."""
+    whole = Setting(max(CAPS_MB), max(CAPS_MB), is_view=True)
+    return list(dict.fromkeys([best, best._replace(is_view=not best.is_view), DEFAULT, whole]))
+
+
+def compile_wrapped(model: DistributedDataParallel, setting: Setting) -> nn.Module:
+    """torch.compile around DDP, as PyTorch documents it: the compiler cuts the network where DDP cuts the gradients."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_GRAPHS)
+    compiled: Any = torch.compile(model, backend=build_backend(setting), dynamic=False)
+    return compiled  # type: ignore[no-any-return]
+
+
+@functools.cache
+def build_backend(setting: Setting) -> Callable[..., Any]:
+    """PyTorch's usual compiler under a name of its own for each setting.
+
+    Under one name, a network with other buckets would run what was compiled, and cut, for the first.
+    """
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
+
+    return compile_graph
 
 
 def wrap(model: nn.Module, setting: Setting) -> DistributedDataParallel:

@@ -2,7 +2,8 @@
 
 All sides hold the same network, batch and update rule, are tuned for about the same time, and take turns in one
 process, so that the machine's noise falls on all; what counts is the median of the ratios of each round. Sides that
-do not fit into memory together are built for each turn and taken down after it.
+do not fit into memory together are built for each turn and taken down after it. Where there are GPUs, ranks have one
+each or share one (`shared_gpu.py`), and DDP takes part compiled as well.
 """
 
 import contextlib
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,32 +26,43 @@ from rich.console import Console
 
 from lockstep.bench import ddp
 from lockstep.bench.cases import (
+    APART,
     TUNE_S,
     USUAL_CASES,
     Case,
     Lockstep,
     Opener,
+    Precision,
     Step,
     count_gradient_bytes,
     fake_batch,
+    gpu_case,
     model_case,
     open_bare,
     open_ddp,
     size_case,
 )
 from lockstep.bench.results import check_files, write_rows
+from lockstep.bench.shared_gpu import describe_rank
 from lockstep.bench.step_report import build_tables, write_chart
+from lockstep.bench.turns import first_line
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
 from lockstep.comm.world import Membership, World, join_world, read_membership
+from lockstep.config import PrecisionConfig
 from lockstep.data.pipeline import Batch
+from lockstep.engine.build import set_number_formats
 from lockstep.errors import LockstepError
 from lockstep.models import build_model
 
 Against = Literal["ddp", "bare"]
+Device = Literal["auto", "cpu", "cuda"]
 Say = Callable[[str], object]
 ROUNDS = 40
 ROUND_S = 0.3
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0  # one rank may compile for minutes while the others wait
+# What a GPU trains unless told otherwise.
+GPU_MODEL, GPU_BATCH, GPU_IMAGE_SIZE = "resnet50", 256, 224
+FIRST_STEPS = 6  # of a side on a GPU, before its turns: kernels are chosen, memory is found
 # DDP's settings are tried in turns: at least so many, at most so many.
 MIN_TURNS, MAX_TURNS = 3, 9
 # Weights, gradients and momentum of each side; half of the free memory is left to activations and to others.
@@ -72,37 +84,105 @@ class Row:
     ratio_spread: float
     rounds: int
     gradient_bytes: int
+    precision: str
+    batch: int  # of one rank
+    images_per_second: float  # of all ranks together
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the ranks are to measure; travels to them as JSON."""
+
+    model: str | None = None
+    gradient_mb: float | None = None
+    batch: int | None = None
+    image_size: int | None = None
+    precision: Precision | None = None
+    device: Device = "cpu"  # "auto" has become one of the others
+    shares_gpu: bool = False
+    rounds: int = ROUNDS
+    round_s: float = ROUND_S
+    json_file: str | None = None
+    html_file: str | None = None
+
+    def list_cases(self) -> tuple[Case, ...]:
+        """What is trained, one after the other."""
+        precision: Precision = self.precision or ("fp16" if self.device == "cuda" else "fp32")
+        if self.gradient_mb:
+            return (replace(size_case(self.gradient_mb), precision=precision),)
+        if self.device == "cuda":
+            model, batch, size = self.model or GPU_MODEL, self.batch or GPU_BATCH, self.image_size or GPU_IMAGE_SIZE
+            return (gpu_case(model, batch, size, precision),)
+        return (model_case(self.model, self.batch, self.image_size),) if self.model else USUAL_CASES
 
 
 def measure_case(
     case: Case, world: World, *, rounds: int = ROUNDS, round_s: float = ROUND_S, say: Say = lambda line: None
 ) -> list[Row]:
     """Tune the sides, then let them take turns; every rank calls it and gets the same rows."""
+    set_number_formats(PrecisionConfig(compute=case.precision))
     batch = fake_batch(case, world)
     num_bytes = count_gradient_bytes(case)
     ours = Lockstep(case, world, batch)
     sides: dict[str, Opener] = {}
     settings: dict[str, str] = {}
+    apart: dict[str, Lockstep] = {}
     if world.size == 1:
         sides["bare loop"], settings["bare loop"] = partial(open_bare, case, world, batch), "fused SGD"
     else:
-        tuned = tune_ddp(case, world, batch, num_bytes, round_s, say)
-        for name, setting in (("ddp default", ddp.DEFAULT), ("ddp tuned", tuned)):
-            sides[name], settings[name] = partial(open_ddp, case, world, batch, setting), str(setting)
+        for name, (setting, compiled) in list_ddp_sides(case, world, batch, num_bytes, round_s, say).items():
+            sides[name] = partial(open_ddp, case, world, batch, setting, compiled=compiled)
+            settings[name] = str(setting)
     sides["lockstep"] = ours.open
+    if world.size > 1 and world.device.type == "cuda":
+        apart = {name: Lockstep(case, world, batch, pins) for name, pins in APART.items()}
+        sides |= {name: side.open for name, side in apart.items()}
     fits = fit_together(world, len(sides), num_bytes)
     say(f"{len(sides)} sides take {rounds} turns each, {'all in memory' if fits else 'one in memory at a time'}")
     times = take_turns(sides, world, rounds=rounds, round_s=round_s, together=fits, say=say)
-    settings["lockstep"] = ours.setting
-    return [_build_row(case, world.size, num_bytes, name, settings[name], times) for name in sides]
+    if "lockstep" not in times:
+        raise LockstepError("Lockstep's own side failed, as said above, and there is nothing to compare with.")
+    settings |= {"lockstep": ours.setting} | {name: side.setting for name, side in apart.items()}
+    return [_build_row(case, world.size, num_bytes, name, settings[name], times) for name in times]
 
 
-def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say) -> ddp.Setting:
-    """DDP's quickest setting: bucket sizes first, then with and without views; rank 0 decides for all."""
+def list_ddp_sides(
+    case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say
+) -> dict[str, tuple[ddp.Setting, bool]]:
+    """By name: how DDP is set, and whether it is compiled, which only a GPU rewards."""
+    tune = partial(tune_ddp, case, world, batch, num_bytes, round_s, say)
+    tuned = tune()
+    if tuned is None:
+        raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
+    sides = {"ddp default": (ddp.DEFAULT, False)}
+    compiled = tune(compiled=tuned) if world.device.type == "cuda" else None
+    if compiled:
+        sides["ddp compiled"] = (ddp.DEFAULT, True)
+    sides["ddp tuned"] = (tuned, False)
+    if compiled:
+        sides["ddp tuned compiled"] = (compiled, True)
+    return sides
 
-    def pick(settings: list[ddp.Setting], budget_s: float) -> ddp.Setting:
+
+def tune_ddp(
+    case: Case,
+    world: World,
+    batch: Batch,
+    num_bytes: int,
+    round_s: float,
+    say: Say,
+    *,
+    compiled: ddp.Setting | None = None,
+) -> ddp.Setting | None:
+    """DDP's quickest setting: bucket sizes first, then with and without views; rank 0 decides for all.
+
+    Compiled, fewer are tried, around the one that is quickest without; None if all fail.
+    """
+
+    def pick(settings: list[ddp.Setting], budget_s: float) -> ddp.Setting | None:
         openers: dict[str, Opener] = {
-            str(setting): partial(open_ddp, case, world, batch, setting) for setting in settings
+            str(setting): partial(open_ddp, case, world, batch, setting, compiled=compiled is not None)
+            for setting in settings
         }
         fits = fit_together(world, len(settings), num_bytes)
         say(f"DDP: {len(settings)} settings for {budget_s:.0f} s or more, {MIN_TURNS if fits else 1} turns at least")
@@ -116,12 +196,18 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
             min_rounds=MIN_TURNS if fits else 1,
             say=say,
         )
-        best: ddp.Setting = world.broadcast_object(min(settings, key=lambda s: statistics.median(times[str(s)])))
+        _give_back_memory()
+        working = [setting for setting in settings if str(setting) in times]
+        if not working:
+            return None
+        best: ddp.Setting = world.broadcast_object(min(working, key=lambda s: statistics.median(times[str(s)])))
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
         return best
 
+    if compiled:
+        return pick(ddp.list_compiled_settings(compiled), TUNE_S)
     best = pick(ddp.list_settings(), 0.75 * TUNE_S)
-    return pick(list(dict.fromkeys([best, best._replace(is_view=False), ddp.DEFAULT])), 0.25 * TUNE_S)
+    return best and pick(list(dict.fromkeys([best, best._replace(is_view=False), ddp.DEFAULT])), 0.25 * TUNE_S)
 
 
 def take_turns(
@@ -135,25 +221,64 @@ def take_turns(
     min_rounds: int = 1,
     say: Say = lambda line: None,
 ) -> dict[str, list[float]]:
-    """Seconds per step of each side, over rounds in which each runs for about `round_s`."""
+    """Seconds per step of each side that can, over rounds in which each runs for about `round_s`."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     counts: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
-        steps = {name: stack.enter_context(opener()) for name, opener in sides.items()} if together else {}
+        steps: dict[str, Step] = {}
+        for name, opener in sides.items() if together else ():
+            if step := _open_side(name, opener, stack, world, say):
+                steps[name] = step
+            else:
+                del times[name]
         start = time.perf_counter()
         for number in range(rounds):
             if number >= min_rounds and world.broadcast_object(time.perf_counter() - start > budget_s):
                 break
-            for name, opener in sides.items():
+            for name in list(times):
                 if together:
                     times[name].append(_take_turn(steps[name], name, counts, world, round_s))
-                    continue
-                with opener() as step:
-                    times[name].append(_take_turn(step, name, counts, world, round_s))
-                del step
-                _give_back_memory()
-                say(f"{name}: {times[name][-1] * 1e3:,.0f} ms a step, round {number + 1} of {rounds}")
+                elif (seconds := _open_and_take_turn(name, sides[name], counts, world, round_s, say)) is not None:
+                    times[name].append(seconds)
+                    say(f"{name}: {seconds * 1e3:,.0f} ms a step, round {number + 1} of {rounds}")
+                else:
+                    del times[name]
     return times
+
+
+def _open_side(name: str, opener: Opener, stack: contextlib.ExitStack, world: World, say: Say) -> Step | None:
+    """A side's step, which `stack` closes; None, with a sentence, where it fails on any rank."""
+    begun = time.perf_counter()
+    failure = ""
+    with contextlib.ExitStack() as own:
+        try:
+            step = own.enter_context(opener())
+        except LockstepError:
+            raise
+        except Exception as error:  # compilers and drivers raise nearly anything
+            failure = first_line(error)
+        if failures := [text for text in world.gather_objects(failure) if text]:
+            say(f"{name} was left out, because it failed on {len(failures)} of {world.size} ranks: {failures[0]}")
+            return None
+        stack.push(own.pop_all())
+    if world.device.type == "cuda":
+        for _ in range(FIRST_STEPS):
+            step()
+        torch.cuda.synchronize()
+        say(f"{name} was ready after {time.perf_counter() - begun:.0f} s")
+    return step
+
+
+def _open_and_take_turn(
+    name: str, opener: Opener, counts: dict[str, int], world: World, round_s: float, say: Say
+) -> float | None:
+    """Seconds per step of a side that is in memory for this turn alone; None where it fails."""
+    with contextlib.ExitStack() as stack:
+        step = _open_side(name, opener, stack, world, say)
+        seconds = _take_turn(step, name, counts, world, round_s) if step else None
+    del step
+    _give_back_memory()
+    return seconds
 
 
 def fit_together(world: World, num_sides: int, num_bytes: int) -> bool:
@@ -173,6 +298,8 @@ def fit_together(world: World, num_sides: int, num_bytes: int) -> bool:
 def _give_back_memory() -> None:
     """Return what a closed side held to the system, or the next one would come on top of it."""
     gc.collect()  # hooks and parameters hold each other
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # only glibc keeps it, and only glibc has this
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -191,66 +318,82 @@ def run_parent(
     nodes: int,
     ranks_per_node: int,
     against: Against = "ddp",
-    model: str | None = None,
-    gradient_mb: float | None = None,
+    device: Device = "auto",
     gbit_per_s: float | None = None,
-    rounds: int = ROUNDS,
-    round_s: float = ROUND_S,
     json_file: Path | None = None,
     html_file: Path | None = None,
+    **wanted: Any,
 ) -> None:
-    """Start the ranks on this machine and let them measure."""
-    if model and gradient_mb:
-        raise LockstepError("--model and --gradient-mb both say what to train; give one of them.")
-    if model:
-        case = model_case(model)
-        with torch.device("meta"):  # says what is wrong with the name before any rank starts
-            build_model(model, case.num_classes, image_size=case.image_size)
+    """Start the ranks on this machine and let them measure; `wanted` are further fields of `Wanted`."""
     if against == "bare":
         nodes, ranks_per_node = 1, 1
     elif nodes * ranks_per_node < 2:
         raise LockstepError("DDP needs at least 2 ranks; ask for more --ranks-per-node, or measure --against bare.")
+    num_gpus = count_gpus()
+    device = choose_device(device, nodes, num_gpus)
+    asked = Wanted(
+        device=device,
+        shares_gpu=device == "cuda" and ranks_per_node > num_gpus,
+        json_file=str(json_file) if json_file else None,
+        html_file=str(html_file) if html_file else None,
+        **wanted,
+    )
+    check_wanted(asked)
     check_files(json_file, html_file)
-    options = {
-        "model": model,
-        "gradient_mb": gradient_mb,
-        "rounds": rounds,
-        "round_s": round_s,
-        "json_file": str(json_file) if json_file else None,
-        "html_file": str(html_file) if html_file else None,
-    }
     if gbit_per_s is None or nodes == 1:
         cluster = VirtualCluster(nodes, ranks_per_node, pretend=True)
     else:
         cluster = VirtualCluster.open(nodes, ranks_per_node, gbit_per_s)
     with cluster:
-        argv = [sys.executable, "-m", "lockstep.bench.step", json.dumps(options)]
-        cluster.wait(cluster.start(argv, one_per_node=True))
+        argv = [sys.executable, "-m", "lockstep.bench.step", json.dumps(asdict(asked))]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+        cluster.wait(cluster.start(argv, hidden, one_per_node=True))
 
 
-def run_rank(
-    membership: Membership,
-    *,
-    model: str | None,
-    gradient_mb: float | None,
-    rounds: int,
-    round_s: float,
-    json_file: Path | None,
-    html_file: Path | None,
-) -> None:
+def count_gpus() -> int:
+    """GPUs of this machine; ranks start as programs of their own, so asking does not spoil CUDA for them."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_device(asked: Device, nodes: int, num_gpus: int) -> Device:
+    """GPUs where there are some, unless the ranks are to stand on several nodes."""
+    if asked == "cuda" and not num_gpus:
+        raise LockstepError("--device cuda needs a GPU, and this machine shows none; leave it out.")
+    if asked == "cuda" and nodes > 1:
+        raise LockstepError("Ranks on GPUs are measured on one node; give --ranks instead of --nodes, or --device cpu.")
+    return "cuda" if asked != "cpu" and num_gpus and nodes == 1 else "cpu"
+
+
+def check_wanted(wanted: Wanted) -> None:
+    """Say what cannot be measured before any rank starts."""
+    if wanted.model and wanted.gradient_mb:
+        raise LockstepError("--model and --gradient-mb both say what to train; give one of them.")
+    if wanted.device == "cpu" and wanted.precision not in (None, "fp32"):
+        raise LockstepError(f"--precision {wanted.precision} is measured on a GPU; CPU ranks train in fp32.")
+    sized = wanted.batch or wanted.image_size
+    if sized and (wanted.gradient_mb or not (wanted.model or wanted.device == "cuda")):
+        raise LockstepError("--batch and --image-size go with a network; name it with --model.")
+    for case in wanted.list_cases():
+        if case.model != "stack":
+            with torch.device("meta"):
+                build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+
+
+def run_rank(membership: Membership, wanted: Wanted) -> None:
     """Measure every case as one rank; rank 0 tells how far it is and writes the results, case by case."""
-    cases = (model_case(model),) if model else (size_case(gradient_mb),) if gradient_mb else USUAL_CASES
     values: list[dict[str, Any]] = []
-    with join_world(membership, timeout_s=TIMEOUT_S) as world:
-        for case in cases:
+    rounds, round_s = wanted.rounds, wanted.round_s
+    backend = "nccl" if wanted.device == "cuda" else "auto"
+    with join_world(membership, backend=backend, timeout_s=TIMEOUT_S) as world:
+        for case in wanted.list_cases():
             say: Say = partial(print, f"{case.name}:", flush=True) if world.is_first else lambda line: None
             values += [asdict(row) for row in measure_case(case, world, rounds=rounds, round_s=round_s, say=say)]
-            if world.is_first and json_file is not None:
-                write_rows(json_file, values)
+            if world.is_first and wanted.json_file is not None:
+                write_rows(Path(wanted.json_file), values)
     if world.is_first:
         Console().print(*build_tables(values), sep="\n")
-        if html_file is not None:
-            write_chart(html_file, values)
+        if wanted.html_file is not None:
+            write_chart(Path(wanted.html_file), values)
 
 
 def _take_turn(step: Step, name: str, counts: dict[str, int], world: World, round_s: float) -> float:
@@ -292,6 +435,9 @@ def _build_row(
         ratio_spread=_spread(ratios),
         rounds=len(ratios),
         gradient_bytes=num_bytes,
+        precision=case.precision,
+        batch=case.batch,
+        images_per_second=case.batch * ranks / statistics.median(times[name]),
     )
 
 
@@ -300,12 +446,13 @@ def _spread(values: list[float]) -> float:
     return quartiles[2] - quartiles[0]
 
 
-def _main(options: dict[str, Any]) -> None:
+def _main(wanted: Wanted) -> None:
+    if wanted.shares_gpu:
+        os.environ |= describe_rank(os.environ["RANK"])  # before NCCL starts, which reads it once
     membership = read_membership(os.environ)
     assert membership is not None
-    files = {key: Path(options[key]) if options[key] else None for key in ("json_file", "html_file")}
-    run_rank(membership, **options | files)
+    run_rank(membership, wanted)
 
 
 if __name__ == "__main__":
-    sys.exit(fork_ranks(partial(_main, json.loads(sys.argv[1]))))
+    sys.exit(fork_ranks(partial(_main, Wanted(**json.loads(sys.argv[1])))))

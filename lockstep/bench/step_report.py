@@ -7,7 +7,16 @@ from rich.table import Table
 
 from lockstep.bench.results import Rows, describe_ms
 
-COLORS = {"ddp default": "#9aa0a6", "ddp tuned": "#1f77b4", "bare loop": "#1f77b4", "lockstep": "#d62728"}
+COLORS = {
+    "ddp default": "#9aa0a6",
+    "ddp compiled": "#5f6368",
+    "ddp tuned": "#1f77b4",
+    "ddp tuned compiled": "#0b3d66",
+    "bare loop": "#1f77b4",
+    "lockstep": "#d62728",
+    "lockstep, launched": "#f4a6a6",
+    "lockstep, sent after": "#e57373",
+}
 
 
 def build_tables(rows: Rows) -> list[Table]:
@@ -21,7 +30,8 @@ def _build_table(rows: Rows) -> Table:
         title=_describe_case(rows[0]["case"], rows[0]["ranks"]),
         title_style="bold",
         title_justify="left",
-        caption=f"Median of {rows[0]['rounds']} rounds ± distance of the quartiles; × Lockstep's time, round by round.",
+        caption=f"Median of {rows[0]['rounds']} rounds ± distance of the quartiles; images/s of all ranks together;\n"
+        "× Lockstep's time, round by round.",
         caption_justify="left",
         box=None,
         padding=(0, 2, 0, 0),
@@ -29,6 +39,7 @@ def _build_table(rows: Rows) -> Table:
     )
     table.add_column("side", no_wrap=True)
     table.add_column("ms a step", justify="right", no_wrap=True)
+    table.add_column("images/s", justify="right", no_wrap=True)
     table.add_column("ratio", justify="right", no_wrap=True)
     table.add_column("setting")
     for row in rows:
@@ -37,6 +48,7 @@ def _build_table(rows: Rows) -> Table:
         table.add_row(
             f"[cyan]{row['side']}",
             f"{describe_ms(row['median_s'])} ±{row['spread_s'] / row['median_s']:.0%}",
+            f"{row['images_per_second']:,.0f}",
             "" if row["side"] == "lockstep" else f"[{style}]{ratio:.2f}×[/] ±{row['ratio_spread']:.2f}",
             row["setting"],
         )

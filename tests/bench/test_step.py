@@ -192,7 +192,11 @@ def test_sized_cases_have_about_the_gradients_asked_for() -> None:
 def make_rows() -> list[dict[str, object]]:
     sides = {"ddp default": 0.3, "ddp tuned": 0.2, "lockstep": 0.1}
     return [
-        asdict(Row(case, 32, side, f"setting of {side}", seconds, 0.01, seconds / 0.1, 0.05, 8, 4_000_000))
+        asdict(
+            Row(
+                case, 32, side, f"setting of {side}", seconds, 0.01, seconds / 0.1, 0.05, 8, 4_000_000, "fp32", 2, 640.0
+            )
+        )
         for case in ("1 MB", "4 MB")
         for side, seconds in sides.items()
     ]

@@ -23,7 +23,7 @@ from lockstep.comm import allreduce, cost
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups, own_spans
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
-from tests.ranks import run_ranks, world_of_one
+from tests.ranks import Backend, over_nccl, run_ranks, world_of_one
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
@@ -52,9 +52,14 @@ def cut(size: int, cuts: Sequence[int]) -> list[list[int]]:
     return [list(range(start, end)) for start, end in itertools.pairwise(edges)]
 
 
+def on_the_wire(values: Tensor) -> Tensor:
+    """Where the backend's own collectives reach it: NCCL's on the GPU, Gloo's on the CPU."""
+    return values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
 def agree(is_good: bool) -> bool:
     """Whether it is good on every rank."""
-    verdict = torch.tensor([int(is_good)])
+    verdict = on_the_wire(torch.tensor([int(is_good)]))
     dist.all_reduce(verdict)
     return int(verdict) == dist.get_world_size()
 
@@ -74,22 +79,24 @@ def check_case(
         array[view] = before[view]
 
     exact = before[view].cpu().double()
-    sums = torch.stack([exact, exact.abs()])
+    sums = on_the_wire(torch.stack([exact, exact.abs()]))
     dist.all_reduce(sums)
-    first = results.clone().view(torch.uint8)
+    sums = sums.cpu()
+    first = on_the_wire(results.clone().view(torch.uint8))
     dist.broadcast(first, src=0)
     # Each addition rounds once, by at most half an epsilon of the sum of magnitudes.
     bound = groups.num_ranks * torch.finfo(dtype).eps * sums[1] + 1e-6
     close = ((results.double() - sums[0]).abs() <= bound).all(dim=1)
     failed = [name for name, is_close in zip(ALGORITHMS, close.tolist(), strict=True) if not is_close]
     assert agree(not failed), f"wrong sums on this or another rank: {failed}"
-    assert agree(torch.equal(first, results.view(torch.uint8))), "not the same bits as rank 0 on this or another rank"
+    assert agree(torch.equal(first.cpu(), results.view(torch.uint8))), (
+        "not the same bits as rank 0 on this or another rank"
+    )
     assert agree(all(torch.equal(array, before) for array in arrays)), "an element outside the buffer was changed"
 
 
-def check_many(world: World, device_type: str, num_cases: int) -> None:
+def check_many(world: World, num_cases: int) -> None:
     shared = build_groups([list(range(world.size))], world.rank)
-    device = torch.device(device_type)
 
     @settings(
         max_examples=num_cases,
@@ -111,19 +118,22 @@ def check_many(world: World, device_type: str, num_cases: int) -> None:
     )
     def check(numel: int, dtype: torch.dtype, cuts: list[int], margin: int, is_long: bool) -> None:
         groups = build_groups(cut(world.size, cuts), world.rank, share=shared)
-        check_case(groups, device, numel, dtype, margin, LOW_LIMITS if is_long else REAL_LIMITS)
+        check_case(groups, world.device, numel, dtype, margin, LOW_LIMITS if is_long else REAL_LIMITS)
 
     check()
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 9, 12, 16])
-def test_every_algorithm_sums_like_torch_and_the_same_on_every_rank(size: int) -> None:
-    run_ranks(check_many, size, "cpu", 30 if size < 8 else 10)
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [*(("gloo", size) for size in (2, 3, 4, 5, 6, 7, 8, 9, 12, 16)), over_nccl(2), over_nccl(4)],
+)
+def test_every_algorithm_sums_like_torch_and_the_same_on_every_rank(backend: Backend, size: int) -> None:
+    run_ranks(check_many, size, 30 if size < 8 else 10, backend=backend)
 
 
 @pytest.mark.gpu
 def test_a_gpus_memory_is_summed_over_gloo() -> None:
-    run_ranks(check_many, 3, "cuda", 10)
+    run_ranks(check_many, 3, 10)  # where there is a GPU, a rank's device is one
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -140,11 +150,12 @@ def sum_real_sizes(world: World) -> None:
     """Sizes on both sides of the real limits."""
     groups = build_groups(cut(world.size, [3]), world.rank)
     for numel in (64 * 1024, 64 * 1024 + 1, 1024 * 1024 + 3):
-        check_case(groups, CPU, numel, torch.float32, 1, REAL_LIMITS)
+        check_case(groups, world.device, numel, torch.float32, 1, REAL_LIMITS)
 
 
-def test_long_buffers_are_summed_under_the_real_limits() -> None:
-    run_ranks(sum_real_sizes, 5)
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 5), over_nccl(4)])
+def test_long_buffers_are_summed_under_the_real_limits(backend: Backend, size: int) -> None:
+    run_ranks(sum_real_sizes, size, backend=backend)
 
 
 def sum_with_delays(world: World) -> list[bytes]:
@@ -158,15 +169,16 @@ def sum_with_delays(world: World) -> list[bytes]:
 
     results = []
     for run, name in itertools.product(range(3), ALGORITHMS):
-        buffer = fill(2001, torch.float16, seed=world.rank, device=CPU)
+        buffer = fill(2001, torch.float16, seed=world.rank, device=world.device)
         with limit(LOW_LIMITS), patch.object(allreduce, "post", pause_and_post if run else post):
             ALGORITHMS[name](buffer, groups)
-        results.append(buffer.numpy().tobytes())
+        results.append(buffer.cpu().numpy().tobytes())
     return results
 
 
-def test_the_result_does_not_depend_on_timing() -> None:
-    first, *others = run_ranks(sum_with_delays, 5)
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 5), over_nccl(4)])
+def test_the_result_does_not_depend_on_timing(backend: Backend, size: int) -> None:
+    first, *others = run_ranks(sum_with_delays, size, backend=backend)
     num_algorithms = len(ALGORITHMS)
     undisturbed = first[:num_algorithms]
     assert first == undisturbed * 3

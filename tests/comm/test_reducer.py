@@ -17,7 +17,7 @@ from lockstep.comm.world import World
 from lockstep.layout import plan_layout
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.storage import build_weights, mixed_views
-from tests.ranks import run_ranks, world_of_one
+from tests.ranks import Backend, over_nccl, run_ranks, world_of_one
 
 
 def build_network(norm: bool = False) -> nn.Module:
@@ -191,6 +191,48 @@ def test_gradients_moved_by_buffer_are_the_same(shares: list[int], overlap: bool
     for (found, votes), (wanted, _) in zip(late, soon, strict=True):
         assert votes == sum(range(1, len(shares) + 1))
         assert all(torch.equal(found[name], gradient) for name, gradient in wanted.items())
+
+
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), over_nccl(2), over_nccl(4)])
+def test_side_numbers_travel_in_fp32_whatever_the_wire(backend: Backend, size: int) -> None:
+    """A count of 60,000 on every rank adds up to more than FP16 can hold; digits beyond 2,048 would be rounded."""
+    for sums in run_ranks(reduce_counts, size, backend=backend):
+        assert sums == [60_001.0 * size] * 6
+
+
+def reduce_counts(world: World) -> list[float]:
+    found = []
+    for dtype in ("fp16", "bf16"):
+        for division in ("before", "split", "fp32"):
+            reducer, model, hybrid = build_among(world, Wire(dtype, division))  # type: ignore[arg-type]
+            reducer.begin()
+            reducer.side[0] = 60_001.0
+            reducer.arm()
+            model(samples(2).to(world.device)).square().sum().backward()
+            reducer.finish()
+            found.append(reducer.side[0].item())
+            assert all(torch.isfinite(array).all() for array in reducer.flat)
+            hybrid.close()
+    return found
+
+
+def build_among(world: World, wire: Wire) -> tuple[Reducer, nn.Module, Hybrid]:
+    """A reducer of one of several ranks, with the network it listens to."""
+    model = build_network()
+    layout = plan_layout(describe_parameters(model))
+    build_weights(model, layout, world.device)
+    gradients = allocate_gradients(layout.numel, world.device)
+    buffers = add_tail(layout, plan_buffers(layout.head, 500.0, 4))
+    hybrid = Hybrid(find_topology(["here"] * world.size), world.rank, world.device, wire)
+    own = dict(model.named_parameters())
+    reducer = Reducer(
+        [own[slot.name] for slot in layout.slots],
+        gradients,
+        mixed_views(*gradients, layout),
+        ReductionPlan(buffers, (FLAT,) * len(buffers), overlap=True),
+        start=hybrid.start,
+    )
+    return reducer, model, hybrid
 
 
 def test_a_network_without_batch_norm_still_sends_its_side_numbers() -> None:

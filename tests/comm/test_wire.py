@@ -13,7 +13,7 @@ import torch
 from lockstep.comm.allreduce import ALGORITHMS, build_groups
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from tests.ranks import run_ranks
+from tests.ranks import Backend, over_nccl, run_ranks
 
 DIVISIONS = ("before", "split", "fp32")
 Sums = dict[tuple[str, str, str], torch.Tensor]
@@ -28,9 +28,10 @@ CASES: dict[str, tuple[float, float]] = {  # rank 0's gradient, every other rank
 
 def sum_cases(world: World) -> Sums:
     groups = build_groups([range(2), range(2, world.size)], world.rank)
-    values = {name: torch.full((5,), pair[min(world.rank, 1)]) for name, pair in CASES.items()}
+    values = {name: torch.full((5,), pair[min(world.rank, 1)], device=world.device) for name, pair in CASES.items()}
     for numel in (0, 1, 3, 1001):
-        values[f"random {numel}"] = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
+        noise = torch.randn(numel, generator=torch.Generator().manual_seed(world.rank))
+        values[f"random {numel}"] = noise.to(world.device)
     sums: Sums = {}
     for dtype, division, name in product(("fp32", "fp16", "bf16"), DIVISIONS, values):
         sums[dtype, division, name] = values[name].clone()
@@ -40,9 +41,9 @@ def sum_cases(world: World) -> Sums:
     return sums
 
 
-@pytest.fixture(scope="module")
-def by_rank() -> list[Sums]:
-    return run_ranks(sum_cases, 4)
+@pytest.fixture(scope="module", params=["gloo", over_nccl()])
+def by_rank(request: pytest.FixtureRequest) -> list[Sums]:
+    return run_ranks(sum_cases, 4, backend=request.param)
 
 
 def first(by_rank: list[Sums], dtype: str, division: str, case: str) -> float:
@@ -109,14 +110,16 @@ def test_the_divisions_tested_are_all_there_are() -> None:
 
 def sum_halves(world: World) -> list[torch.Tensor]:
     groups = build_groups([range(world.size)], world.rank)
-    buffers = [torch.full((3,), 0.1 + world.rank, dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
+    dtypes = (torch.float16, torch.bfloat16)
+    buffers = [torch.full((3,), 0.1 + world.rank, dtype=dtype, device=world.device) for dtype in dtypes]
     for buffer in buffers:
         Wire("fp16", "split").sum(buffer, ALGORITHMS["doubling"], groups)
     return buffers
 
 
-def test_half_buffers_travel_as_they_are() -> None:
-    for buffers in run_ranks(sum_halves, 2):
+@pytest.mark.parametrize("backend", ["gloo", over_nccl()])
+def test_half_buffers_travel_as_they_are(backend: Backend) -> None:
+    for buffers in run_ranks(sum_halves, 2, backend=backend):
         for buffer in buffers:
             expected = torch.tensor(0.1, dtype=buffer.dtype) + torch.tensor(1.1, dtype=buffer.dtype)
             assert buffer.tolist() == [float(expected)] * 3

@@ -7,25 +7,58 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lockstep.bench.shared_gpu import describe_rank
 from lockstep.events import Event, StepDone, read_events
+from tests.ranks import Backend
+
+ROOT = Path(__file__).parents[2]  # of the source tree
 
 
 def start(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
     """`lockstep ARGUMENTS` in a process group of its own."""
+    return _start([sys.executable, "-m", "lockstep", *arguments], cwd, environment)
+
+
+def _start(argv: Sequence[str], cwd: Path | None, environment: Mapping[str, str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *arguments],
+        argv,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment),
         start_new_session=True,
+    )
+
+
+def start_ranks(
+    backend: Backend, num_ranks: int, *arguments: str, cwd: Path | None = None, **environment: str
+) -> "subprocess.Popen[str]":
+    """`lockstep ARGUMENTS` as so many ranks: by our launcher over Gloo, by torchrun on one GPU over NCCL."""
+    if backend == "gloo":
+        return start(*arguments, f"--ranks={num_ranks}", cwd=cwd, **environment)
+    return start_on_one_gpu(num_ranks, *arguments, cwd=cwd, **environment)
+
+
+def start_on_one_gpu(
+    num_ranks: int, *arguments: str, cwd: Path | None = None, **environment: str
+) -> "subprocess.Popen[str]":
+    """`lockstep ARGUMENTS` as NCCL ranks that share a GPU; the ranks are the children of the process."""
+    # The shell knows the rank and becomes the program, so that a signal to the rank reaches the program.
+    variables = " ".join(f"{key}={value}" for key, value in describe_rank("$RANK").items())
+    line = f'{variables} exec "{sys.executable}" -m lockstep "$@" --set=comm.backend=nccl'
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return _start(
+        [*torchrun, "--no-python", "sh", "-c", line, "lockstep", *arguments],
+        cwd,
+        # A rank that waits in NCCL for one that is gone ends by force: not after torchrun's usual 30 s.
+        {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"} | environment,
     )
 
 
@@ -68,6 +101,12 @@ def kill_all(process: "subprocess.Popen[str]") -> None:
 def events(folder: Path) -> list[Event]:
     """What the run has said so far."""
     return read_events(folder / "events.jsonl") if (folder / "events.jsonl").exists() else []
+
+
+def read_rank(pid: int) -> str:
+    """The rank that a process was started as."""
+    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return next(variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK="))
 
 
 def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]", timeout_s: float = 90) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.bench.shared_gpu import describe_rank
 from lockstep.engine.launch import choose_num_ranks
 from lockstep.errors import LockstepError
 from lockstep.events import RunEnded, RunStarted
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
-from tests.ranks import find_port
+from tests.ranks import Backend, find_port, over_nccl
 
 
 def arguments(images: Path, *more: str) -> list[str]:
@@ -70,6 +71,14 @@ def test_no_ranks_at_all_is_a_sentence(asked: int) -> None:
         choose_num_ranks(asked)
 
 
+@pytest.mark.gpu
+def test_under_torchrun_ranks_that_share_a_gpu_join_one_world_over_nccl(images: Path, tmp_path: Path) -> None:
+    process = commands.start_on_one_gpu(2, *arguments(images), cwd=tmp_path, TMPDIR=str(tmp_path))
+    status, out, err = commands.finish(process)
+    assert status == 0, out + err
+    check_one_run_of_two_ranks(tmp_path / "runs")
+
+
 def test_under_torchrun_the_program_joins_that_world_and_leaves_one_run(images: Path, tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     result = subprocess.run(
@@ -84,11 +93,19 @@ def test_under_torchrun_the_program_joins_that_world_and_leaves_one_run(images: 
     check_one_run_of_two_ranks(tmp_path / "runs")
 
 
-def test_with_slurm_variables_the_program_joins_that_world_and_leaves_one_run(images: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", over_nccl()])
+def test_with_slurm_variables_the_program_joins_that_world_and_leaves_one_run(
+    images: Path, tmp_path: Path, backend: Backend
+) -> None:
     port = find_port()
-    late = commands.start(*arguments(images), cwd=tmp_path, **slurm_variables(1, port))
+    variables = [slurm_variables(rank, port) for rank in range(2)]
+    if backend == "nccl":  # each rank on a node of its own
+        alone = {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+        variables = [v | describe_rank(r) | alone | {"SLURM_NODEID": str(r)} for r, v in enumerate(variables)]
+    wanted = arguments(images, f"comm.backend={backend}")
+    late = commands.start(*wanted, cwd=tmp_path, **variables[1])
     time.sleep(1.1)  # ranks that start in different seconds would each name a folder of their own
-    first = commands.start(*arguments(images), cwd=tmp_path, **slurm_variables(0, port))
+    first = commands.start(*wanted, cwd=tmp_path, **variables[0])
     for process in (first, late):
         status, out, err = commands.finish(process)
         assert status == 0, out + err

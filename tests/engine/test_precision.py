@@ -1,7 +1,6 @@
 """Half precision through the whole step: overflow, several ranks, checkpoints, and what goes wrong without FP32."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from lockstep.optim.doctor import Doctor
 from lockstep.optim.loss_scale import SCALE
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
+from tests.device import sync_errors
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
-from tests.ranks import run_ranks, world_of_one
+from tests.ranks import Backend, over_nccl, run_ranks, to_host, world_of_one
 
 ORDER = {"seed": 0, "num_samples": 1}
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -65,9 +65,8 @@ def build_batch(world: World, count: int = 16) -> Batch:
     images = 0.2 * images + torch.eye(4)[labels][:, :3, None, None]
     own = slice(count * world.rank // world.size, count * (world.rank + 1) // world.size)
     size = own.stop - own.start
-    return Batch(
-        images[own].contiguous(memory_format=torch.channels_last), labels[own], count, 0, np.arange(size), Cursor()
-    )
+    share = images[own].to(world.device, memory_format=torch.channels_last)
+    return Batch(share, labels[own].to(world.device), count, 0, np.arange(size), Cursor())
 
 
 def train(parts: Parts, world: World, steps: int, lr: float = 1.0) -> list[float]:
@@ -141,8 +140,9 @@ def overflow_once(world: World) -> dict[str, Any]:
     }
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on() -> None:
-    results = run_ranks(overflow_once, 2)
+@pytest.mark.parametrize("backend", ["gloo", over_nccl()])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on(backend: Backend) -> None:
+    results = run_ranks(overflow_once, 2, backend=backend)
     for result in results:
         assert result["kept"]
         assert result["scale"] == 32768
@@ -153,17 +153,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on() ->
     assert torch.equal(results[0]["weights"], results[1]["weights"])
 
 
-def train_ranks(world: World, compute: str) -> dict[str, Tensor]:
-    parts = build_parts(world, compute)
-    parts.model[1].eval()  # statistics of a share are not those of the batch
-    train(parts, world, 3)
-    return named_arrays(parts.weights, parts.layout)
+def train_in_half(world: World) -> dict[str, Tensor]:
+    """Weights after three steps in each format, by format and parameter."""
+    weights = {}
+    for compute in HALF:
+        parts = build_parts(world, compute)
+        parts.model[1].eval()  # statistics of a share are not those of the batch
+        train(parts, world, 3)
+        weights |= {f"{compute} {name}": array for name, array in named_arrays(parts.weights, parts.layout).items()}
+    return weights
 
 
-@pytest.mark.parametrize("compute", ["fp16", "bf16"])
-def test_ranks_agree_to_the_bit_and_with_one_rank_to_half_precision(compute: str) -> None:
-    alone = train_ranks(world_of_one(), compute)
-    first, *others = run_ranks(train_ranks, 3, compute)
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), over_nccl(4)])
+def test_ranks_agree_to_the_bit_and_with_one_rank_to_half_precision(backend: Backend, size: int) -> None:
+    alone = to_host(train_in_half(world_of_one()))
+    first, *others = run_ranks(train_in_half, size, backend=backend)
     for name, expected in alone.items():
         assert all(torch.equal(first[name], other[name]) for other in others)
         assert torch.linalg.norm(first[name] - expected) <= 0.02 * torch.linalg.norm(expected) + 2e-3, name
@@ -218,14 +222,10 @@ def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str) -> N
     world = world_of_one()
     parts = build_parts(world, compute, optim=optim)
     batch = build_batch(world)
-    batch = replace(batch, images=batch.images.to(world.device), labels=batch.labels.to(world.device))
     train_step(parts, batch, 0.01)  # compiles
     before = parts.weights.clone()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_errors():
         train_step(parts, batch, 0.01)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(parts.weights, before)
 
 

@@ -1,4 +1,4 @@
-"""The step as a CUDA graph: the same weights as the step launched one by one, sums under it, and the host never waits."""
+"""The step as a CUDA graph: the weights of the step launched one by one, sums under it, and the host never waits."""
 
 from dataclasses import replace
 from typing import Any
