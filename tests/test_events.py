@@ -128,8 +128,8 @@ def test_each_record_is_one_json_line_that_opens_with_its_kind(tmp_path: Path) -
 
 def test_a_record_is_on_disk_when_emit_returns(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", never)
-    log.emit(EVENTS[1])
-    assert read_events(tmp_path / "events.jsonl") == [EVENTS[1]]
+    log.emit(EVENTS[3])
+    assert read_events(tmp_path / "events.jsonl") == [EVENTS[3]]
     log.close()
 
 
@@ -139,7 +139,7 @@ def test_a_record_is_stamped_with_the_time_it_was_made() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_when_read(tmp_path: Path) -> None:
-    values = {**vars(EVENTS[1]), "loss": math.inf}
+    values = {**vars(EVENTS[3]), "loss": math.inf}
     write(tmp_path / "events.jsonl", [StepDone(**values)])
     assert json.loads((tmp_path / "events.jsonl").read_text())["loss"] is None
     (event,) = read_events(tmp_path / "events.jsonl")
@@ -156,13 +156,13 @@ def test_an_unknown_speed_stays_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", range(1, 40, 7))
 def test_a_torn_last_line_is_left_out(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_bytes(encode(EVENTS[1]).encode() + b"\n" + encode(EVENTS[5]).encode()[:kept])
-    assert read_events(path) == [EVENTS[1]]
+    path.write_bytes(encode(EVENTS[3]).encode() + b"\n" + encode(EVENTS[7]).encode()[:kept])
+    assert read_events(path) == [EVENTS[3]]
 
 
 def test_a_line_torn_inside_a_letter_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    whole = encode(EVENTS[5]).encode()
+    whole = encode(EVENTS[7]).encode()
     path.write_bytes(whole[: whole.index("é".encode()) + 1])
     assert read_events(path) == []
 
@@ -176,9 +176,9 @@ def test_a_resumed_run_does_not_lose_its_first_record_to_a_torn_line(tmp_path: P
 
 def test_kinds_and_fields_of_a_later_version_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    newer = {**json.loads(encode(EVENTS[2])), "colour": "green"}
+    newer = {**json.loads(encode(EVENTS[4])), "colour": "green"}
     path.write_text(f'{{"kind":"Teleported"}}\n3\n{json.dumps(newer)}\n')
-    assert read_events(path) == [EVENTS[2]]
+    assert read_events(path) == [EVENTS[4]]
 
 
 def test_a_record_without_its_fields_is_refused(tmp_path: Path) -> None:
@@ -208,10 +208,10 @@ def test_records_after_a_half_written_one_are_whole(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as disk:
         disk.setattr(os, "write", lambda file, line: real_write(file, line[:10]))
         log.emit(EVENTS[0])
-    log.emit(EVENTS[1])
+    log.emit(EVENTS[3])
     log.close()
     assert len(heard) == 1
-    assert read_events(tmp_path / "events.jsonl") == [EVENTS[1]]
+    assert read_events(tmp_path / "events.jsonl") == [EVENTS[3]]
 
 
 def test_a_log_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
