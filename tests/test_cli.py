@@ -180,7 +180,8 @@ def test_control_c_on_one_rank_writes_a_checkpoint(images: Path, tmp_path: Path)
 def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(images, run)[0] == 0
-    assert {path.name for path in run.iterdir()} == {"config.toml", "events.jsonl", "summary.json", "checkpoints"}
+    files = {"config.toml", "events.jsonl", "summary.json", "plan.toml", "profile.json"}
+    assert {path.name for path in run.iterdir()} == {*files, "checkpoints"}
     summary = commands.summary(run)
     for key in ("top1", "top5", "images_per_second", "T", "S", "N", "e", "steps", "epochs", "world_size", "wall_s"):
         assert isinstance(summary[key], float | int), key

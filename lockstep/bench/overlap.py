@@ -55,7 +55,8 @@ class Row:
     ratio: float  # its step's time over that of the recording that overlaps
     buffers: int
     network_s: float  # that all sums of a step took
-    hidden_share: float | None  # of what can be hidden, by step times; of the recording that overlaps alone
+    hidden_share: float | None  # of what can be hidden, by the timeline; of the recording that overlaps alone
+    gained_share: float | None  # the same by step times: what is sent beside kernels also slows them down
     timeline: list[dict[str, float]]  # of each buffer: full, begun, done, seconds after backward began
 
 
@@ -98,7 +99,7 @@ def measure(model: str, batch: int, link: Link, rounds: int, world: World, conso
     standin.close()
     rows = _build_rows(model, batch, times, {name: plan for name, (_, plan) in ways.items()}, timeline)
     for line in draw_lanes(timeline):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return rows
 
 
@@ -190,7 +191,7 @@ def ideal_exposed_s(timeline: Sequence[Sent]) -> float:
 
 
 def share_hidden(timeline: Sequence[Sent], exposed_s: float) -> float:
-    """How much of what can be hidden is hidden, when a step takes `exposed_s` longer than one that sends nothing."""
+    """How much of what can be hidden is hidden, when the network keeps a step waiting for `exposed_s`."""
     network_s = sum(sent.done_s - sent.begun_s for sent in timeline)
     return (network_s - exposed_s) / (network_s - ideal_exposed_s(timeline))
 
@@ -220,7 +221,8 @@ def _build_rows(
                 ratio=statistics.median(ratios),
                 buffers=0 if name == ALONE else len(plans[name].buffers),
                 network_s=network_s if is_overlap else 0.0,
-                hidden_share=share_hidden(timeline, medians[OVERLAP] - medians[ALONE]) if is_overlap else None,
+                hidden_share=share_hidden(timeline, timeline[-1].done_s - timeline[-1].full_s) if is_overlap else None,
+                gained_share=share_hidden(timeline, medians[OVERLAP] - medians[ALONE]) if is_overlap else None,
                 timeline=[sent._asdict() for sent in timeline] if is_overlap else [],
             )
         )
@@ -230,20 +232,23 @@ def _build_rows(
 def build_table(rows: Sequence[Row]) -> Table:
     """A line for each way."""
     table = Table(box=None, header_style="bold")
-    for column in ("model", "batch", "ms", "images/s", "× overlapping", "buffers", "network ms", "hidden", "way"):
-        table.add_column(column, justify="left" if column in ("model", "way") else "right")
+    for column in ("way", "batch", "ms", "images/s", "ratio", "buffers", "network", "hidden", "gained"):
+        table.add_column(column, justify="left" if column == "way" else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.model,
+            row.way,
             str(row.batch),
             f"{row.step_s * 1e3:.2f}",
             f"{row.images_per_second:,.0f}",
             f"{row.ratio:.2f}",
             str(row.buffers),
-            f"{row.network_s * 1e3:.2f}" if row.network_s else "",
-            "" if row.hidden_share is None else f"{100 * row.hidden_share:.0f} % of what can be",
-            row.way,
+            f"{row.network_s * 1e3:.2f} ms" if row.network_s else "",
+            *("" if share is None else f"{100 * share:.0f} %" for share in (row.hidden_share, row.gained_share)),
         )
+    table.caption = (
+        "ratio: to the recording that overlaps. Of what can be hidden of the network's time: hidden by the timeline, "
+        "gained by step times, in which kernels are also slowed down by what is sent beside them."
+    )
     return table
 
 

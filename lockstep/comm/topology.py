@@ -71,11 +71,6 @@ class Topology:
     def num_nodes(self) -> int:
         return len(self.nodes)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all nodes hold the same number of ranks."""
-        return len({len(node) for node in self.nodes}) == 1
-
     @cached_property
     def _home(self) -> dict[int, int]:
         return {rank: index for index, node in enumerate(self.nodes) for rank in node}

@@ -35,6 +35,7 @@ from lockstep.engine.build import HALF, Parts, assemble, build_network, open_sou
 from lockstep.engine.messages import measure_messages
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import put_back
+from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError, SharedError
 from lockstep.kernels import has_triton
 from lockstep.optim.schedule import Schedule
@@ -52,7 +53,7 @@ from lockstep.plan.choose import (
 )
 from lockstep.plan.files import read_plan, write_plan
 from lockstep.plan.plan import Execution, Plan, describe_reduction
-from lockstep.plan.profile import Profile, Setup, SlotTime, StepTime, Trial
+from lockstep.plan.profile import Profile, Setup, StepTime, Trial, time_slots
 
 # The share of the time for measuring that goes to single messages; the rest tries whole steps.
 MESSAGE_SHARE = 0.6
@@ -300,9 +301,10 @@ class Rig:
             apply_execution(execution, parts)
             with reducer.muted(), reducer.watching() as watch:
                 step = self._build_alone(execution)
-                if execution.recorded:
+                if isinstance(step, RecordedStep):
                     for _ in range(WARM_UP_STEPS):
-                        step(self._batch, 0.0, False)
+                        train_step(self._parts, self._batch, 0.0)
+                    step.prepare(self._batch)
                 for _ in range(READY_PASSES):
                     step_s = self._time(step, 1)
                     rows.append(watch.ready_s())
@@ -315,12 +317,7 @@ class Rig:
         return "", self._world.broadcast_object(self._describe_step(execution, step_s, ready_s))
 
     def _describe_step(self, execution: Execution, step_s: float, ready_s: list[float]) -> StepTime:
-        widths = [2 if slot.half else 4 for slot in self._parts.layout.slots]
-        slots = tuple(
-            SlotTime(slot.name, width * slot.numel, ready)
-            for slot, width, ready in zip(self._parts.layout.slots, widths, ready_s, strict=True)
-        )
-        return StepTime(execution, step_s, max(ready_s), slots)
+        return StepTime(execution, step_s, max(ready_s), time_slots(self._parts.layout, ready_s))
 
     def _propose(self, step_time: StepTime | None) -> dict[str, ReductionPlan]:
         """The reductions to try with an execution; the usual one where there is nobody to send to, or no time."""

@@ -179,9 +179,6 @@ def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
     """The way back; a checkpoint of another model is a sentence."""
     changing = list_changing(parts)
     network = files["model"]
-    for name, buffer in changing.statistics.items():
-        if name not in network or network[name].shape != buffer.shape:
-            raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
     for kind, flat in changing.over_layout.items():
         if kind == "weights":
             own = {name: array for name, array in network.items() if name not in changing.statistics}
@@ -190,4 +187,6 @@ def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
             own = {n.removeprefix(prefix): array for n, array in files["optimizer"].items() if n.startswith(prefix)}
         load_named(flat, parts.layout, own)
     for name, buffer in changing.statistics.items():
+        if name not in network or network[name].shape != buffer.shape:
+            raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
         buffer.copy_(network[name])

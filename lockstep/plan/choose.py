@@ -7,7 +7,6 @@ same functions about clusters that nobody has.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
@@ -28,15 +27,6 @@ HOPELESS = 4.0
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
 PLAIN = "PyTorch's own"  # all-reduce for buffers cut by the threshold rule
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to take the step: execution and reduction together."""
-
-    execution: Execution
-    rule: str  # that cut the buffers
-    reduction: ReductionPlan
 
 
 def list_executions(train: TrainConfig, *, on_gpu: bool, has_own_kernels: bool) -> list[Execution]:

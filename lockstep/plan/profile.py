@@ -7,12 +7,13 @@ know how the same step would fare elsewhere reads it.
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 from lockstep.comm.cost import Choice, Fit, Timing, fit_cost
 from lockstep.errors import LockstepError
+from lockstep.layout import Layout
 from lockstep.plan.plan import Execution
 
 FORMAT = 1
@@ -44,11 +45,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class SlotTime:
-    """One gradient: its bytes, and when it is ready, in seconds after the backward pass began."""
+    """One gradient: its bytes, when it is ready after the backward pass began, and how long after the one before it."""
 
     name: str
     num_bytes: int
     ready_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,6 @@ class StepTime:
     step_s: float
     backward_s: float
     slots: tuple[SlotTime, ...]
-
-    @property
-    def slot_seconds(self) -> list[float]:
-        """Seconds of the backward pass between each gradient and the one before it, in slot order."""
-        latest = [0.0, *accumulate((slot.ready_s for slot in self.slots), max)]
-        return [max(0.0, slot.ready_s - before) for slot, before in zip(self.slots, latest, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,18 @@ class Profile:
         return fit_cost([timing for timing in self.messages if len(sizes[timing.choice]) > 1])
 
 
+def time_slots(layout: Layout, ready_s: Sequence[float]) -> tuple[SlotTime, ...]:
+    """The slots of a layout with the times at which their gradients are ready, whichever format they have."""
+    before = {}
+    last = 0.0
+    for index in sorted(range(len(ready_s)), key=ready_s.__getitem__):
+        before[index], last = last, ready_s[index]
+    return tuple(
+        SlotTime(slot.name, slot.numel * (2 if slot.half else 4), ready_s[index], ready_s[index] - before[index])
+        for index, slot in enumerate(layout.slots)
+    )
+
+
 def to_json(profile: Profile) -> str:
     """For the run's folder and the user's cache; `from_json` reads it back."""
     table = asdict(profile) | {"format": FORMAT}
@@ -142,9 +150,10 @@ def from_json(text: str) -> Profile:
 
 
 def _read_step(table: dict[str, Any]) -> StepTime:
-    slots = tuple(
-        SlotTime(**_check_types(SlotTime, slot) | {"ready_s": _number(slot["ready_s"])}) for slot in table["slots"]
-    )
+    slots = tuple(SlotTime(**_check_types(SlotTime, slot)) for slot in table["slots"])
+    for slot in slots:
+        _number(slot.ready_s)
+        _number(slot.backward_s)
     execution = Execution(**_check_types(Execution, table["execution"]))
     return StepTime(execution, _number(table["step_s"]), _number(table["backward_s"]), slots)
 

@@ -32,14 +32,13 @@ def write(folder: Path, text: str) -> Path:
 def test_host_names_become_nodes_in_order_of_appearance() -> None:
     topology = find_topology(["b", "b", "a", "a", "a"])
     assert topology.nodes == ((0, 1), (2, 3, 4))
-    assert (topology.num_ranks, topology.num_nodes, topology.is_even) == (5, 2, False)
+    assert (topology.num_ranks, topology.num_nodes) == (5, 2)
     assert [topology.node_of(rank) for rank in range(5)] == [0, 0, 1, 1, 1]
 
 
 def test_ranks_dealt_out_to_hosts_in_turn_keep_their_node() -> None:
     topology = find_topology(["a", "b", "a", "b"])
     assert topology.nodes == ((0, 2), (1, 3))
-    assert topology.is_even
     assert plan_groups(topology, 2) == ((0, 2), (1, 3))
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lockstep.engine import timing
+from lockstep.comm import moment
 from lockstep.engine.timing import Clock
 
 
@@ -13,7 +13,7 @@ from lockstep.engine.timing import Clock
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be set by hand: powers of two, so that differences are exact."""
     now = [1024.0]
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(moment, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return now
 
 

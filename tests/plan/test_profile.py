@@ -14,14 +14,18 @@ from lockstep.errors import LockstepError
 from lockstep.layout import ParameterSpec, plan_layout
 from lockstep.plan.files import PLAN_FILE, PROFILE_FILE, read_plan, read_profile, write_plan
 from lockstep.plan.plan import Execution, InputPlan, Plan
-from lockstep.plan.profile import InputRate, Profile, Setup, SlotTime, StepTime, Trial, from_json, to_json
+from lockstep.plan.profile import InputRate, Profile, Setup, SlotTime, StepTime, Trial, from_json, time_slots, to_json
 
 SETUP = Setup("H200", "2x8", "", "nccl 2.28.9", "fp16", 256, 256, 224, "resnet50", "lars", "torch 2.11")
 OWN = Execution("own", recorded=True)
 PROFILE = Profile(
     SETUP,
     2.5,
-    steps=(StepTime(OWN, 0.024, 0.016, (SlotTime("fc.weight", 4_096_000, 0.001), SlotTime("b", 64, 0.0035))),),
+    steps=(
+        StepTime(
+            OWN, 0.024, 0.016, (SlotTime("fc.weight", 4_096_000, 0.001, 0.001), SlotTime("b", 64, 0.0035, 0.0025))
+        ),
+    ),
     messages=(Timing(FLAT, 1024, 1e-4), Timing(FLAT, 1 << 20, 1e-3), Timing(Choice("torus", 8), 1024, 2e-4)),
     trials=(Trial(OWN, "merged", "2 buffers", 0.025), Trial(Execution(), "merged", "", math.inf, "no memory (rank 1)")),
     input=InputRate(9500.0, "both", 4),
@@ -36,8 +40,12 @@ def test_a_profile_survives_its_file() -> None:
 
 
 def test_seconds_of_each_slot_are_the_distances_of_ready_times() -> None:
-    slots = tuple(SlotTime(name, 4, ready) for name, ready in (("a", 0.5), ("b", 0.75), ("c", 0.6), ("d", 1.0)))
-    assert StepTime(OWN, 1.0, 1.0, slots).slot_seconds == pytest.approx([0.5, 0.25, 0.0, 0.25])
+    layout = plan_layout(ParameterSpec(name, (8,), True, True, half=name in "bd") for name in "abcd")
+    slots = {slot.name: slot for slot in time_slots(layout, [0.5, 0.75, 0.625, 1.0])}
+    order = [slot.name for slot in layout.slots]
+    assert order == ["d", "b", "c", "a"]  # half ones first, each part in backward order
+    assert [slots[name].backward_s for name in order] == [0.5, 0.125, 0.125, 0.25]
+    assert [slots[name].num_bytes for name in order] == [16, 16, 32, 32]
 
 
 def test_costs_are_fitted_where_two_sizes_were_measured() -> None:
