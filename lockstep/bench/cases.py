@@ -197,7 +197,16 @@ def _build_stack(case: Case) -> nn.Module:
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    return Stack(*layers[:-1])
+
+
+class Stack(nn.Sequential):
+    """Layers whose `forward` is not PyTorch's own: under DDP the compiler passes over code of PyTorch."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            values = layer(values)
+        return values
 
 
 def _torch_step(model: nn.Module, batch: Batch, precision: Precision) -> Step:

@@ -1,12 +1,15 @@
 """The step's benchmark: all sides do the same work, rows say what was measured, and memory decides who is in it."""
 
+import contextlib
 import inspect
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ from lockstep.bench.cases import (
     Case,
     Lockstep,
     Opener,
+    Precision,
     Step,
+    build_config,
     build_network,
     count_gradient_bytes,
     fake_batch,
@@ -28,23 +33,42 @@ from lockstep.bench.cases import (
     open_ddp,
     size_case,
 )
-from lockstep.bench.step import Row, fit_together, measure_case, read_available_bytes, run_parent, take_turns
+from lockstep.bench.step import (
+    Row,
+    Wanted,
+    choose_device,
+    fit_together,
+    measure_case,
+    read_available_bytes,
+    run_parent,
+    take_turns,
+)
 from lockstep.bench.step_report import build_tables, write_chart
 from lockstep.comm.world import World
+from lockstep.config import PrecisionConfig
+from lockstep.engine.build import set_number_formats
 from lockstep.errors import LockstepError
+from lockstep.optim.storage import named_arrays
 from tests.engine import commands
-from tests.ranks import run_ranks, world_of_one
+from tests.ranks import Backend, over_nccl, run_ranks, world_of_one
 
 TINY = Case("tiny", width=4, image_size=32, batch=8)
+TINY_HALF = replace(TINY, precision="fp16")
 
 
-def measure(world: World, free_bytes: float) -> tuple[list[Row], list[str]]:
+def run_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """A compiler that is done at once."""
+    return graph.forward
+
+
+def measure(world: World, free_bytes: float, case: Case = TINY) -> tuple[list[Row], list[str]]:
     torch.set_num_threads(1)  # two busy cores and two threads wait for each other
+    ddp.build_backend = lambda setting: run_graph  # type: ignore[assignment]
     bench.TUNE_S = cases.TUNE_S = 0.5  # type: ignore[misc]
     ddp.CAPS_MB = (1, 25)
     bench.read_available_bytes = lambda: free_bytes  # type: ignore[assignment,misc]
     lines: list[str] = []
-    return measure_case(TINY, world, rounds=3, round_s=0.005, say=lines.append), lines
+    return measure_case(case, world, rounds=3, round_s=0.005, say=lines.append), lines
 
 
 @pytest.mark.parametrize(
@@ -65,41 +89,74 @@ def test_every_side_gets_a_row_that_all_ranks_agree_on(size: int, free_bytes: fl
         assert 0 < row.median_s < 60
         assert 0.01 < row.ratio < 100  # a busy machine may stop any side for a while
         assert min(row.spread_s, row.ratio_spread) >= 0
+        assert row.images_per_second == pytest.approx(8 * size / row.median_s)
+        assert (row.precision, row.batch) == ("fp32", 8)
     assert rows[-1].ratio == 1
     assert {tuple(row.setting for row in other) for other, _ in answers} == {tuple(row.setting for row in rows)}
 
 
-def train_every_side(world: World) -> dict[str, dict[str, Tensor]]:
+@pytest.mark.gpu
+def test_on_gpus_ddp_takes_part_compiled_as_well() -> None:
+    answers = run_ranks(measure, 2, 1e12, TINY_HALF, backend="nccl", timeout_s=240)
+    rows, lines = answers[0]
+    sides = ["ddp default", "ddp compiled", "ddp tuned", "ddp tuned compiled", "lockstep"]
+    assert [row.side for row in rows] == sides, lines
+    assert {row.precision for row in rows} == {"fp16"}
+    assert {f"{side} was ready after" for side in sides} <= {line.rsplit(" ", 2)[0] for line in lines}
+    assert {tuple(row.setting for row in other) for other, _ in answers} == {tuple(row.setting for row in rows)}
+
+
+def train_every_side(world: World, case: Case) -> dict[str, dict[str, Tensor]]:
     """The weights each side reaches in three steps; the closures hold the networks."""
     torch.set_num_threads(1)
+    set_number_formats(PrecisionConfig(compute=case.precision))
     cases.TUNE_S = 0.5
-    batch = fake_batch(TINY, world)
-    openers: dict[str, Opener] = {"lockstep": Lockstep(TINY, world, batch).open}
+    ddp.build_backend = lambda setting: run_graph  # type: ignore[assignment]
+    batch = fake_batch(case, world)
+    openers: dict[str, Opener] = {"lockstep": Lockstep(case, world, batch).open}
     if world.size == 1:
-        openers["bare"] = partial(open_bare, TINY, world, batch)
+        openers["bare"] = partial(open_bare, case, world, batch)
     else:
         for setting in [ddp.DEFAULT, *ddp.list_settings()]:
-            openers[str(setting)] = partial(open_ddp, TINY, world, batch, setting)
+            openers[str(setting)] = partial(open_ddp, case, world, batch, setting)
+        openers["compiled"] = partial(open_ddp, case, world, batch, ddp.DEFAULT, compiled=True)
     weights = {}
     for name, opener in openers.items():
         with opener() as step:
             for _ in range(3):
                 step()
             held = inspect.getclosurevars(step).nonlocals
-            model: nn.Module = held["parts"].model if "parts" in held else held["model"]
-            model = getattr(model, "module", model)
+            if "parts" in held:  # in half precision the model holds rounded weights
+                weights[name] = named_arrays(held["parts"].weights.clone(), held["parts"].layout)
+                continue
+            model: nn.Module = getattr(held["model"], "module", held["model"])
             weights[name] = {key: value.detach().clone() for key, value in model.named_parameters()}
     return weights
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_side_trains_the_same_network_to_the_same_weights(size: int) -> None:
-    weights = run_ranks(train_every_side, size)[0]
-    assert len(weights) == (2 if size == 1 else 2 + len(ddp.list_settings()))
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 1), ("gloo", 2), over_nccl(2)])
+def test_every_side_trains_the_same_network_to_the_same_weights(backend: Backend, size: int) -> None:
+    weights = run_ranks(train_every_side, size, TINY, backend=backend)[0]
+    assert len(weights) == (2 if size == 1 else 3 + len(ddp.list_settings()))
     expected = weights["lockstep"]
+    rtol, atol = (1e-4, 1e-6) if backend == "gloo" else (1e-3, 1e-5)
     for name, found in weights.items():
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(found[key], value, rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("gloo", "bf16"), over_nccl("bf16"), over_nccl("fp16")])
+def test_every_side_trains_in_half_precision_as_far_as_it_reaches(backend: Backend, precision: Precision) -> None:
+    """All sides move the same way, and each farther than half precision can lead it astray."""
+    start = dict(build_network(TINY, torch.device("cpu")).named_parameters())
+    weights = run_ranks(train_every_side, 2, replace(TINY, precision=precision), backend=backend)[0]
+    moves = {
+        name: torch.cat([(found[key].float() - value).flatten() for key, value in start.items()]).detach()
+        for name, found in weights.items()
+    }
+    for name, move in moves.items():
+        assert move.norm() > 0
+        assert torch.cosine_similarity(move, moves["lockstep"], dim=0) > 0.98, name
 
 
 def read_bucket_sizes(world: World) -> dict[ddp.Setting, list[int]]:
@@ -126,6 +183,48 @@ def test_settings_reach_ddp() -> None:
             assert min(buckets) < most < max(buckets)
         else:
             assert len(buckets) == 1
+
+
+def count_graphs(world: World) -> dict[ddp.Setting, int]:
+    """How many pieces the compiler gets of a network under each setting, all of them alive."""
+    case = size_case(4)
+    batch = fake_batch(case, world)
+    counts = {}
+    with contextlib.ExitStack() as stack:
+        for setting in (ddp.Setting(1, 1), ddp.Setting(100, 100), ddp.Setting(1, 1, is_view=True)):
+            compiler = stack.enter_context(patch("torch._inductor.compile_fx.compile_fx", side_effect=run_graph))
+            step = stack.enter_context(open_ddp(case, world, batch, setting, compiled=True))
+            for _ in range(2):
+                step()
+            counts[setting] = compiler.call_count
+    return counts
+
+
+def test_each_setting_is_compiled_for_itself() -> None:
+    small, large, view = run_ranks(count_graphs, 2)[0].values()
+    assert 0 < large < small == view
+
+
+def fail_on_one_rank(world: World, together: bool) -> tuple[list[str], list[str]]:
+    lines: list[str] = []
+
+    @contextmanager
+    def open_side(fails: bool) -> Iterator[Step]:
+        if fails and world.rank == 1:
+            raise RuntimeError("no C++ compiler was found\nmore of it")
+        yield world.barrier
+
+    openers: dict[str, Opener] = {"good": partial(open_side, False), "bad": partial(open_side, True)}
+    times = take_turns(openers, world, rounds=2, round_s=0, together=together, say=lines.append)
+    return list(times), lines
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_side_that_fails_on_one_rank_is_left_out_on_all(together: bool) -> None:
+    for names, lines in run_ranks(fail_on_one_rank, 2, together):
+        assert names == ["good"]
+        left_out = [line for line in lines if "left out" in line]
+        assert left_out == ["bad was left out, because it failed on 1 of 2 ranks: no C++ compiler was found"]
 
 
 def test_the_first_bucket_is_as_before_once_ddp_is_built() -> None:
@@ -222,7 +321,7 @@ def test_the_chart_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
 
 
 def test_too_few_rounds_or_ranks_are_refused_before_measuring() -> None:
-    for option in ("--rounds=1", "--nodes=0", "--against=horovod"):
+    for option in ("--rounds=1", "--nodes=0", "--against=horovod", "--ranks=0", "--device=tpu", "--precision=fp8"):
         status, out, err = commands.run("bench", "step", option)
         assert status == 2
         assert "Traceback" not in out + err
@@ -238,3 +337,52 @@ def test_what_cannot_be_measured_is_a_sentence_before_measuring(tmp_path: Path) 
         run_parent(nodes=1, ranks_per_node=2, model="resnet50", gradient_mb=4)
     with pytest.raises(LockstepError, match="no model 'resnet51'"):
         run_parent(nodes=1, ranks_per_node=2, model="resnet51")
+    with pytest.raises(LockstepError, match="--device cuda needs a GPU"):
+        run_parent(nodes=1, ranks_per_node=2, device="cuda")
+    with pytest.raises(LockstepError, match="--precision fp16 is measured on a GPU"):
+        run_parent(nodes=1, ranks_per_node=2, precision="fp16")
+    with pytest.raises(LockstepError, match="name it with --model"):
+        run_parent(nodes=1, ranks_per_node=2, batch=64)
+
+
+def test_ranks_of_this_machine_and_of_several_nodes_are_not_asked_for_together() -> None:
+    status, out, err = commands.run("bench", "step", "--ranks=2", "--nodes=2")
+    assert status == 1
+    assert "Traceback" not in out + err
+    assert "--ranks are those of this machine alone" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "num_gpus", "chosen"),
+    [
+        ("auto", 1, 0, "cpu"),
+        ("auto", 1, 2, "cuda"),
+        ("auto", 4, 2, "cpu"),
+        ("cpu", 1, 2, "cpu"),
+        ("cuda", 1, 1, "cuda"),
+    ],
+)
+def test_ranks_stand_on_gpus_where_there_are_some(asked: Any, nodes: int, num_gpus: int, chosen: str) -> None:
+    assert choose_device(asked, nodes, num_gpus) == chosen
+
+
+def test_several_nodes_on_gpus_are_a_sentence() -> None:
+    with pytest.raises(LockstepError, match="measured on one node"):
+        choose_device("cuda", 2, 1)
+
+
+def test_a_gpu_trains_a_whole_network_in_half_precision_unless_told_otherwise() -> None:
+    (usual,) = Wanted(device="cuda").list_cases()
+    assert (usual.model, usual.batch, usual.image_size, usual.precision) == ("resnet50", 256, 224, "fp16")
+    (told,) = Wanted(device="cuda", model="resnet18", batch=32, image_size=128, precision="bf16").list_cases()
+    assert (told.model, told.batch, told.image_size, told.precision) == ("resnet18", 32, 128, "bf16")
+    (sized,) = Wanted(device="cuda", gradient_mb=4).list_cases()
+    assert (sized.model, sized.precision) == ("stack", "fp16")
+
+
+def test_our_side_is_asked_for_the_case_in_one_pass() -> None:
+    case = Case("wide", width=32, image_size=288, batch=512, model="resnet34", precision="bf16")
+    config = build_config(case, 1024)
+    assert (config.model.name, config.model.width, config.data.image_size) == ("resnet34", 32, 288)
+    assert (config.precision.compute, config.train.global_batch) == ("bf16", 1024)
+    assert config.train.max_batch_per_rank >= 512
