@@ -17,11 +17,13 @@ from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import HALF, Parts, assemble
-from lockstep.engine.measure import choose_plan
+from lockstep.engine.measure import Chosen, choose_plan
 from lockstep.models import RESNET_DEPTHS, build_model
 from lockstep.models.initialize import initialize
 from lockstep.optim.schedule import Schedule
-from lockstep.plan.plan import Plan, describe_reduction
+from lockstep.plan.choose import explain_choice
+from lockstep.plan.plan import describe_reduction
+from lockstep.report.phrases import describe_trials
 
 Precision = Literal["fp32", "fp16", "bf16"]
 Step = Callable[[], None]
@@ -164,13 +166,20 @@ class Lockstep:
         self._pins = pins
         self._world = world
         self._batch = batch
-        self._plan: Plan | None = None
+        self._chosen: Chosen | None = None
 
     @property
     def setting(self) -> str:
-        if self._world.size == 1 or not self._plan:
+        if self._world.size == 1 or not self._chosen:
             return "one rank"
-        return f"{self._plan.execution}; {describe_reduction(self._plan.reduction)}"
+        plan = self._chosen.plan
+        return f"{plan.execution}; {describe_reduction(plan.reduction)}"
+
+    @property
+    def trials(self) -> list[str]:
+        """What its plan was chosen from, a line each."""
+        trials = self._chosen.profile.trials if self._chosen else ()
+        return describe_trials(explain_choice(trials), self._case.batch)
 
     @contextmanager
     def open(self) -> Iterator[Step]:
@@ -179,7 +188,8 @@ class Lockstep:
         network = build_network(self._case, world.device)
         parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
         try:
-            self._plan = plan = self._plan or choose_plan(config, parts, world).plan
+            self._chosen = self._chosen or choose_plan(config, parts, world)
+            plan = self._chosen.plan
             step = apply_plan(plan.execution, plan.reduction, parts, len(batch.labels), batch.global_size)
             yield lambda: _run(step(batch, LR, False), parts)
         finally:

@@ -142,6 +142,8 @@ def measure_case(
     times = take_turns(sides, world, rounds=rounds, round_s=round_s, together=fits, say=say)
     if "lockstep" not in times:
         raise LockstepError("Lockstep's own side failed, as said above, and there is nothing to compare with.")
+    for line in ours.trials:
+        say(line)
     settings |= {"lockstep": ours.setting} | {name: side.setting for name, side in apart.items()}
     return [_build_row(case, world.size, num_bytes, name, settings[name], times) for name in times]
 
