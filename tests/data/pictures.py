@@ -37,6 +37,25 @@ def huge_jpeg(side: int) -> bytes:
     return bytes(head) + coded.tobytes().replace(b"\xff", b"\xff\x00") + b"\xff\xd9"
 
 
+def repeat_scan(jpeg: bytes, times: int) -> bytes:
+    """The JPEG with its last scan so many times more; each takes a decoder as long as the first time."""
+    return jpeg[:-2] + times * jpeg[jpeg.rindex(b"\xff\xda") : -2] + jpeg[-2:]
+
+
+def planes_jpeg(planes: list[np.ndarray]) -> bytes:
+    """A JPEG whose three colours come in scans of their own, each that of a grey image."""
+    parts = [encode(Image.fromarray(plane), subsampling=-1) for plane in planes]
+    frame, scan = parts[0].index(b"\xff\xc0"), parts[0].index(b"\xff\xda")
+    colors = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
+    head = parts[0][:frame] + b"\xff\xc0\x00\x11" + parts[0][frame + 4 : frame + 9] + b"\x03" + colors
+    tables = parts[0][frame + 13 : scan]
+    scans = [
+        b"\xff\xda\x00\x08\x01" + bytes([number, 0, 0, 63, 0]) + part[scan + 10 : -2]
+        for number, part in enumerate(parts, start=1)
+    ]
+    return head + tables + b"".join(scans) + b"\xff\xd9"
+
+
 class Pictures:
     """A source of given encoded images; counts how often each is read."""
 
@@ -83,8 +102,21 @@ def odd_photos(count: int) -> Pictures:
 BAD_AMONG_ODD = [3 * turn + 1 for turn in (5, 6, 7)]
 
 
-def huge_png(side: int) -> bytes:
-    """A PNG whose header says side × side."""
-    chunks = [b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00", b"IDAT" + zlib.compress(b"\x00")]
+def build_png(side: int, depth: int, color: int, content: bytes) -> bytes:
+    """A PNG of side × side with this compressed content."""
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + bytes([depth, color, 0, 0, 0])
+    chunks = [header, b"IDAT" + content, b"IEND"]
     framed = [(len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") for chunk in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+
+
+def huge_png(side: int) -> bytes:
+    """A PNG whose header says side × side."""
+    return build_png(side, 8, 2, zlib.compress(b"\x00"))
+
+
+def bomb_png(side: int) -> bytes:
+    """A PNG of side × side pixels of four times 16 bits, all nothing."""
+    packer = zlib.compressobj(9)
+    content = b"".join(packer.compress(bytes(1 + 8 * side)) for _ in range(side)) + packer.flush()
+    return build_png(side, 16, 6, content)
