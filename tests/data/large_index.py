@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from lockstep.data.index import Index, ShardInfo, write_index
+from lockstep.data.index import Index, write_index
+from lockstep.data.index_check import ShardInfo
 from lockstep.data.record import BLOCK, END, build_record
 
 NUM_SAMPLES = 1_281_167
