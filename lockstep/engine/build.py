@@ -310,6 +310,7 @@ def build_train_pipeline(config: RunConfig, world: World, source: Source, start:
         device=world.device,
         start=start,
         bad_share=data.bad_share,
+        read_timeout_s=data.read_timeout_s,
         decoder=data.decoder,
         read_processes=data.read_processes,
         resident=data.resident,
@@ -333,6 +334,7 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         bad_share=data.bad_share,
+        read_timeout_s=data.read_timeout_s,
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
         decoder="cpu",
         resident=data.resident,

@@ -1,6 +1,7 @@
 """Encoded pictures of every kind that data sets hold, good and bad, as a source in memory."""
 
 import io
+import time
 import zlib
 
 import numpy as np
@@ -97,6 +98,33 @@ def odd_photos(count: int) -> Pictures:
     for turn, kind in enumerate(kinds):
         source.encoded[3 * turn + 1] = kind
     return source
+
+
+class Hanging(Pictures):
+    """Photos of which some do not come until they are let go."""
+
+    def __init__(self, encoded: list[bytes], hangs: set[int], names_hang: bool = False) -> None:
+        super().__init__(encoded)
+        self.hangs, self.names_hang = hangs, names_hang
+        self.released = False
+
+    def _hang(self) -> None:
+        deadline = time.monotonic() + 120
+        while not self.released and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def read(self, index: int) -> bytes:
+        if index in self.hangs:
+            self._hang()
+        return super().read(index)
+
+    def name(self, index: int) -> str:
+        if self.names_hang and index in self.hangs:
+            self._hang()
+        return super().name(index)
+
+    def where(self, index: int) -> str:
+        return super().name(index)
 
 
 BAD_AMONG_ODD = [3 * turn + 1 for turn in (5, 6, 7)]

@@ -96,8 +96,8 @@ def run_cases() -> None:
             header = read_header(bytes(data))
             factor = min(max(factor, header.min_factor), header.max_factor)
             pixels = decode(bytes(data), header, factor)
-        except DecodeError as error:
-            assert str(error), seed
+        except DecodeError:
+            pass
         except BaseException as error:
             raise AssertionError(f"seed {seed}") from error
         else:
