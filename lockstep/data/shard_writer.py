@@ -7,6 +7,7 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import simplejpeg
@@ -52,14 +53,10 @@ def write_shard(job: ShardJob, tick: Tick) -> list[str]:
         with open(aside, "wb") as file:
 
             def take(number: int, data: bytes | OSError) -> None:
-                name, label = job.folder.name(number), int(job.folder.labels[number])
                 try:
-                    data, suffix = _encode(data, name, job.settings)
-                except (OSError, DecodeError) as error:
-                    bad.append(f"{name} ({error.strerror if isinstance(error, OSError) else error})")
-                else:
-                    rows.append((file.tell() + BLOCK, label, len(data), zlib.crc32(data)))
-                    file.write(build_record(f"{build_key(job.first + number, name)}{suffix}", data, label))
+                    rows.append(_write_sample(file, job, number, data))
+                except DecodeError as error:
+                    bad.append(f"{job.folder.name(number)} ({error})")
                 tick()
 
             read_each(job.folder.num_samples, job.folder.read, take, job.read_timeout_s, job.folder.name(0))
@@ -77,6 +74,17 @@ def write_shard(job: ShardJob, tick: Tick) -> list[str]:
         aside.unlink(missing_ok=True)
 
 
+def _write_sample(file: BinaryIO, job: ShardJob, number: int, data: bytes | OSError) -> Row:
+    """Write one record; DecodeError when the sample could not be read or made smaller."""
+    if isinstance(data, OSError):  # not raised as it is: an OSError from here on is the target's
+        raise DecodeError(data.strerror)
+    name, label = job.folder.name(number), int(job.folder.labels[number])
+    data, suffix = _encode(data, name, job.settings)
+    row = file.tell() + BLOCK, label, len(data), zlib.crc32(data)
+    file.write(build_record(f"{build_key(job.first + number, name)}{suffix}", data, label))
+    return row
+
+
 def _build_part(job: ShardJob, rows: list[Row], skipped: list[str], num_bytes: int) -> Index:
     """The index of this shard alone."""
     columns = np.array(rows, np.int64).reshape(-1, 4).T
@@ -92,10 +100,8 @@ def _build_part(job: ShardJob, rows: list[Row], skipped: list[str], num_bytes: i
     )
 
 
-def _encode(data: bytes | OSError, name: str, settings: Settings) -> tuple[bytes, str]:
+def _encode(data: bytes, name: str, settings: Settings) -> tuple[bytes, str]:
     """The bytes to store and their suffix: the file's own, unless the image is to be made smaller."""
-    if isinstance(data, OSError):
-        raise data
     suffix = os.path.splitext(name)[1].lower()
     short_side = int(settings["short_side"])
     if not short_side:

@@ -1,7 +1,6 @@
 """Images damaged at random: pixels or a DecodeError, in bounded time and memory, whatever the bytes say."""
 
 import random
-import resource
 import subprocess
 import sys
 import time
@@ -14,11 +13,12 @@ import pytest
 from PIL import Image
 
 from lockstep.data.decode import FACTORS, MAX_PIXELS, DecodeError, decode, read_header
+from tests.data.large_index import peak_mb
 from tests.data.pictures import bomb_png, encode, huge_jpeg, huge_png, picture, planes_jpeg, repeat_scan
 
 NUM_CASES = 700
 MAX_S = 4.0  # for one image; the largest allowed takes about one on a quiet machine
-MAX_MB = 500  # of all of the process: the largest image that needs no more than its header to be refused, twice
+MAX_MB = 500  # of the whole process
 
 
 def build_originals() -> list[bytes]:
@@ -106,7 +106,7 @@ def run_cases() -> None:
             assert pixels.dtype == np.uint8
             assert 0 < pixels.size <= 3 * MAX_PIXELS, seed
         assert time.process_time() - start < MAX_S, seed
-    used_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+    used_mb = peak_mb()
     assert used_mb < MAX_MB, f"{used_mb:.0f} MB"
     assert 0.1 * NUM_CASES < num_good < 0.9 * NUM_CASES, num_good
     print(f"{num_good} of {NUM_CASES} still images, {used_mb:.0f} MB at most")
