@@ -137,6 +137,9 @@ class DataConfig(Section):
     bad_share: float = Field(
         default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"
     )
+    read_timeout_s: float = Field(
+        default=60.0, gt=0, description="how long a sample's bytes may take to come before it counts as unreadable"
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:

@@ -40,12 +40,6 @@ def list_settings() -> list[Setting]:
     return [Setting(*pair, is_view=True) for pair in pairs if _is_possible(*pair)]
 
 
-def list_compiled_settings(best: Setting) -> list[Setting]:
-    """What is worth a compilation each: the `best` without, either view of it, the default, and hardly any cuts."""
-    whole = Setting(max(CAPS_MB), max(CAPS_MB), is_view=True)
-    return list(dict.fromkeys([best, best._replace(is_view=not best.is_view), DEFAULT, whole]))
-
-
 def compile_wrapped(model: DistributedDataParallel, setting: Setting) -> nn.Module:
     """torch.compile around DDP, as PyTorch documents it: the compiler cuts the network where DDP cuts the gradients."""
     from torch._dynamo import config

@@ -151,40 +151,28 @@ def measure_case(
 def list_ddp_sides(
     case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say
 ) -> dict[str, tuple[ddp.Setting, bool]]:
-    """By name: how DDP is set, and whether it is compiled, which only a GPU rewards."""
-    tune = partial(tune_ddp, case, world, batch, num_bytes, round_s, say)
-    tuned = tune()
+    """By name: how DDP is set, and whether it is compiled, which only a GPU rewards.
+
+    A compilation takes a minute, so the buckets that are quickest without it are taken with it as well.
+    """
+    tuned = tune_ddp(case, world, batch, num_bytes, round_s, say)
     if tuned is None:
         raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
-    sides = {"ddp default": (ddp.DEFAULT, False)}
-    compiled = tune(compiled=tuned) if world.device.type == "cuda" else None
-    if compiled:
-        sides["ddp compiled"] = (ddp.DEFAULT, True)
-    sides["ddp tuned"] = (tuned, False)
-    if compiled:
-        sides["ddp tuned compiled"] = (compiled, True)
+    sides = {"ddp default": (ddp.DEFAULT, False), "ddp tuned": (tuned, False)}
+    if world.device.type == "cuda":
+        sides |= {"ddp compiled": (ddp.DEFAULT, True), "ddp tuned compiled": (tuned, True)}
     return sides
 
 
-def tune_ddp(
-    case: Case,
-    world: World,
-    batch: Batch,
-    num_bytes: int,
-    round_s: float,
-    say: Say,
-    *,
-    compiled: ddp.Setting | None = None,
-) -> ddp.Setting | None:
+def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say) -> ddp.Setting | None:
     """DDP's quickest setting: bucket sizes first, then with and without views; rank 0 decides for all.
 
-    Compiled, fewer are tried, around the one that is quickest without; None if all fail.
+    None if all fail.
     """
 
     def pick(settings: list[ddp.Setting], budget_s: float) -> ddp.Setting | None:
         openers: dict[str, Opener] = {
-            str(setting): partial(open_ddp, case, world, batch, setting, compiled=compiled is not None)
-            for setting in settings
+            str(setting): partial(open_ddp, case, world, batch, setting, compiled=False) for setting in settings
         }
         fits = fit_together(world, len(settings), num_bytes)
         say(f"DDP: {len(settings)} settings for {budget_s:.0f} s or more, {MIN_TURNS if fits else 1} turns at least")
@@ -206,8 +194,6 @@ def tune_ddp(
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
         return best
 
-    if compiled:
-        return pick(ddp.list_compiled_settings(compiled), TUNE_S)
     best = pick(ddp.list_settings(), 0.75 * TUNE_S)
     return best and pick(list(dict.fromkeys([best, best._replace(is_view=False), ddp.DEFAULT])), 0.25 * TUNE_S)
 

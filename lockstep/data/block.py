@@ -88,6 +88,7 @@ def decode_each(block: Block, reader: SampleReader, take: Callable[[int], None])
     """Call `take`, which decodes, for each image of the block; returns the rows of those that turned out bad."""
     failed: list[int] = []
     for index, image in enumerate(block.images):
+        reader.watch.check()
         try:
             take(index)
         except DecodeError as error:

@@ -2,10 +2,12 @@
 
 JPEG goes through libjpeg-turbo without the GIL, at half, a quarter or an eighth of its size where that is enough; what
 it refuses (CMYK, PNG, harmless irregularities) goes through Pillow. Data sets hold damaged files, so every failure is a
-`DecodeError` that the pipeline handles sample by sample.
+`DecodeError` that the pipeline handles sample by sample. What would take much memory or time is refused by its header
+(`jpeg_frame.py` walks that of a JPEG): one sample must not hold up a step of all ranks.
 """
 
 import io
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +15,20 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from lockstep.data.jpeg_frame import START_OF_SCAN, Encoded, Frame, read_frame
+
 Pixels = NDArray[np.uint8]
-Encoded = bytes | memoryview
 
 # 200 MB of pixels: far beyond any photograph, small enough that a forged header cannot exhaust the memory.
 MAX_PIXELS = 1 << 26
+# Pillow holds four bytes of a pixel beside the three of the result, so that it gets half as many.
+PILLOW_SHARE = 2
+PILLOW_ROWS = 64  # converted at a time: the image as a whole would take as much memory again
+# Photographs have up to a dozen; each takes as long as a whole image, so that the largest images may have sixteen.
+MAX_SCANS, MAX_SCAN_PIXELS = 100, 1 << 30
+# All that a data set may hold; Pillow would start other programs for some of the formats it knows.
+FORMATS = ("JPEG", "PNG")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # The reduced scales that a JPEG decoder reaches by leaving work out; those in between take longer than the whole image.
 FACTORS = (1, 2, 4, 8)
 
@@ -37,20 +48,60 @@ class Header(NamedTuple):
 
 
 def read_header(data: Encoded) -> Header:
-    """Size and kind of an encoded image; DecodeError when no scale of it stays within MAX_PIXELS."""
+    """Size and kind of an encoded image; DecodeError when no scale of it stays within MAX_PIXELS and MAX_SCANS."""
     if not len(data):
         raise DecodeError("the file is empty")
+    if bytes(data[:8]) == PNG_SIGNATURE:
+        return _build_pillow_header(*_read_png_size(data))
+    frame = read_frame(data)
     try:
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
-        colors = "CMYK"
+        (height, width), colors = _read_size_with_pillow(data), "CMYK"
+    header = _build_jpeg_header(frame, height, width, colors, len(data))
+    _check_scans(data, frame, height * width)
+    return header
+
+
+def _build_jpeg_header(frame: Frame, height: int, width: int, colors: str, num_bytes: int) -> Header:
+    """Who decodes a JPEG, and at which scales."""
     if colors in ("CMYK", "YCCK"):
-        height, width = _read_size_with_pillow(data)
-        return Header(height, width, "", _min_factor(height, width, FACTORS[:1]), 1)
+        return _build_pillow_header(height, width)
+    if frame.is_too_short(height * width, num_bytes):
+        raise DecodeError(f"{num_bytes:,} bytes cannot hold its {width} × {height} pixels")
     factors: tuple[int, ...] = FACTORS
-    if height * width > MAX_PIXELS and is_progressive(data):
+    if frame.has_many_scans:
         factors = FACTORS[:1]  # all its coefficients are kept until the last scan, whatever the scale
     return Header(height, width, colors, _min_factor(height, width, factors), FACTORS[-1])
+
+
+def _check_scans(data: Encoded, frame: Frame, num_pixels: int) -> None:
+    """Refuse a JPEG that would be decoded over and over."""
+    if frame.has_many_scans:
+        allowed = min(MAX_SCANS, MAX_SCAN_PIXELS // max(1, num_pixels))
+        if bytes(data).count(START_OF_SCAN) > allowed:
+            raise DecodeError(f"more than {allowed} scans")
+
+
+def _build_pillow_header(height: int, width: int) -> Header:
+    """The header of what Pillow decodes, at its full size."""
+    _check_for_pillow(height, width)
+    return Header(height, width, "", 1, 1)
+
+
+def _check_for_pillow(height: int, width: int) -> None:
+    if height * width > MAX_PIXELS // PILLOW_SHARE:
+        raise DecodeError(f"{width} × {height} is more than {MAX_PIXELS // PILLOW_SHARE} pixels")
+
+
+def _read_png_size(data: Encoded) -> tuple[int, int]:
+    """Height and width as a PNG's first chunk has them."""
+    if len(data) < 24 or bytes(data[12:16]) != b"IHDR":
+        raise DecodeError("its header is damaged")
+    width, height = struct.unpack(">II", data[16:24])
+    if not height or not width:
+        raise DecodeError("it has no pixels")
+    return height, width
 
 
 def decode(data: Encoded, header: Header | None = None, factor: int = 1, buffer: Pixels | None = None) -> Pixels:
@@ -79,23 +130,6 @@ def decode(data: Encoded, header: Header | None = None, factor: int = 1, buffer:
     return inside
 
 
-def is_progressive(data: Encoded) -> bool:
-    """Whether a JPEG comes in several scans: read off its frame header, found by walking from segment to segment.
-
-    What cannot be walked is taken for progressive, which is the more careful guess.
-    """
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):  # these three are tables, not frames
-            return marker & 3 == 2
-        else:
-            at += 2 + 256 * data[at + 2] + data[at + 3]
-    return True
-
-
 def _min_factor(height: int, width: int, factors: tuple[int, ...]) -> int:
     """The least factor at which an image stays within MAX_PIXELS."""
     for factor in factors:
@@ -106,29 +140,39 @@ def _min_factor(height: int, width: int, factors: tuple[int, ...]) -> int:
 
 def _read_size_with_pillow(data: Encoded) -> tuple[int, int]:
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             return image.height, image.width
     except Exception as error:  # Pillow's readers raise nearly anything on damaged files
         raise DecodeError(_reason(error)) from error
 
 
 def _decode_with_pillow(data: Encoded, factor: int) -> Pixels:
-    """Any format Pillow reads; it knows that Adobe stores CMYK inverted."""
+    """JPEG or PNG of any kind; Pillow knows that Adobe stores CMYK inverted."""
     try:
-        with Image.open(io.BytesIO(data)) as image:
-            if image.height * image.width > MAX_PIXELS:  # one that only a reduced scale would have made bearable
-                raise DecodeError(f"{image.width} × {image.height} is more than {MAX_PIXELS} pixels")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            _check_for_pillow(image.height, image.width)  # one that only a reduced scale would have made bearable
             if image.mode.startswith("I;16"):
                 # Pillow would clip 16-bit grey at 255, which is nearly white everywhere; keep the upper byte instead.
                 return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
-            return np.array(image.convert("RGB").reduce(factor))
+            if factor > 1:
+                return np.array(image.convert("RGB").reduce(factor))
+            return _convert_by_rows(image)
     except DecodeError:
         raise
     except Exception as error:
         raise DecodeError(_reason(error)) from error
 
 
+def _convert_by_rows(image: Image.Image) -> Pixels:
+    """The image as RGB, a few rows at a time."""
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, PILLOW_ROWS):
+        rows = image.crop((0, top, image.width, min(top + PILLOW_ROWS, image.height)))
+        pixels[top : top + PILLOW_ROWS] = np.asarray(rows.convert("RGB"))
+    return pixels
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return "no format that Pillow knows"  # its own words name an object in memory
+        return "neither a JPEG nor a PNG"  # its own words name an object in memory
     return str(error) or type(error).__name__

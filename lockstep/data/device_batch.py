@@ -62,7 +62,7 @@ class DevicePath:
         read_processes: int = 0,
     ) -> None:
         self.reader, self.resident, self.nvjpeg = reader, resident, nvjpeg
-        self.read_pool = ReadPool(reader.source, read_processes if nvjpeg else 0)
+        self.read_pool = ReadPool(reader.source, read_processes if nvjpeg else 0, reader.watch.limit_s)
         self.mean, self.std, self.dtype = mean, std, dtype
         self.lane = Lane(device)
         # Triton compiles at the first launch, which two threads must not do at once.

@@ -1,22 +1,24 @@
-"""The index of packed shards: where each sample lies, its label and checksum, in one memory-mapped file for each split.
+"""The index of packed shards: where each sample lies, its label and checksum, in one file for each split.
 
 The file: magic, header length, CRC-32 of the rest; a JSON header; then one plain array for each of offsets, labels,
-lengths and checksums. Opening it creates no object for a sample, however many there are. Torch-free.
+lengths and checksums. Opening it creates no object for a sample, however many there are. It is read and not mapped: a
+file cut short under a map ends the process, and what was checked (`index_check.py`) stays as it was. Torch-free.
 """
 
 import json
-import mmap
 import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.files import read_plain
+from lockstep.data.index_check import ShardInfo, check_arrays, check_header
 from lockstep.errors import LockstepError
 
 Settings = Mapping[str, float | str]
@@ -27,15 +29,7 @@ PROLOGUE = struct.Struct("<8sII")  # magic, length of the header, CRC-32 of that
 # In the order of the file: the wider ones first, so that each array is aligned.
 ARRAYS = {"offsets": "<i8", "labels": "<i8", "lengths": "<u4", "checksums": "<u4"}
 ALIGNMENT = 64
-CHUNK_BYTES = 1 << 20
-
-
-class ShardInfo(NamedTuple):
-    """A shard as the index knows it."""
-
-    name: str
-    num_samples: int
-    num_bytes: int
+MAX_INDEX_BYTES = 1 << 32  # 180 million samples; no forged file shall take all the memory
 
 
 @dataclass(frozen=True)
@@ -107,48 +101,38 @@ def _start_checksum(header_length: int) -> int:
 
 
 def read_index(path: Path) -> Index:
-    """Map an index into memory; what is wrong with it is one sentence."""
+    """Read and check an index; what is wrong with it is one sentence."""
     try:
-        with open(path, "rb") as file:
-            header, start = _read_header(file.fileno())
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        arrays: dict[str, Any] = {}
-        for name, kind in ARRAYS.items():
-            arrays[name] = np.frombuffer(mapped, kind, header["num_samples"], start)
-            start += arrays[name].nbytes
-        return Index(
-            tuple(header["classes"]),
-            tuple(ShardInfo(*shard) for shard in header["shards"]),
-            tuple(header["skipped"]),
-            header["settings"],
-            **arrays,
-        )
+        return _parse_index(read_plain(path, MAX_INDEX_BYTES))
     except OSError as error:
         raise LockstepError(
             f"The index {path} cannot be read ({error.strerror}); check path and disk, or pack the images again."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter from JSON nested without end
         raise LockstepError(
             f"The index {path} is damaged ({error}); copy it again, or pack the images again into an empty folder."
         ) from error
 
 
-def _read_header(file: int) -> tuple[dict[str, Any], int]:
-    """The header and where the arrays start, after a check of every byte; ValueError says what is wrong."""
-    prologue = os.read(file, PROLOGUE.size)
-    if len(prologue) < PROLOGUE.size:
+def _parse_index(data: bytes) -> Index:
+    """The index in these bytes, every one of them checked; ValueError says what is wrong."""
+    if len(data) < PROLOGUE.size:
         raise ValueError("it is too short")
-    magic, length, expected = PROLOGUE.unpack(prologue)
+    magic, length, expected = PROLOGUE.unpack_from(data)
     if magic != MAGIC:
         raise ValueError("it does not start as an index does")
-    # Read and not mapped: the pages pass through one small buffer, so that the check costs no memory.
-    checksum, text = _start_checksum(length), b""
-    while chunk := os.read(file, CHUNK_BYTES):
-        checksum = zlib.crc32(chunk, checksum)
-        text += chunk[: max(0, length - len(text))]
-    if checksum != expected:
+    body = memoryview(data)[PROLOGUE.size :]
+    if zlib.crc32(body, _start_checksum(length)) != expected:
         raise ValueError("its checksum does not match")
-    header: dict[str, Any] = json.loads(text)
-    if header["format"] != FORMAT:
-        raise ValueError(f"it has format {header['format']}, this version reads {FORMAT}")
-    return header, PROLOGUE.size + length
+    header = json.loads(bytes(body[:length]))
+    check_header(header, FORMAT)
+    arrays: dict[str, Any] = {}
+    start, num_samples = PROLOGUE.size + length, header["num_samples"]
+    if len(data) != start + num_samples * sum(np.dtype(kind).itemsize for kind in ARRAYS.values()):
+        raise ValueError(f"its {len(data):,} bytes are not those of {num_samples:,} samples")
+    for name, kind in ARRAYS.items():
+        arrays[name] = np.frombuffer(data, kind, num_samples, start)
+        start += arrays[name].nbytes
+    classes, shards = tuple(header["classes"]), tuple(ShardInfo(*shard) for shard in header["shards"])
+    check_arrays(len(classes), shards, arrays["offsets"], arrays["labels"], arrays["lengths"])
+    return Index(classes, shards, tuple(header["skipped"]), header["settings"], **arrays)

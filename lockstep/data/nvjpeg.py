@@ -11,7 +11,7 @@ import simplejpeg
 import torch
 from torch import Tensor
 
-from lockstep.data.decode import Encoded, is_progressive
+from lockstep.data.jpeg_frame import Encoded, read_frame
 from lockstep.data.reader import Loaded
 
 # Images of one call: enough to keep nvJPEG's engines busy, few enough that a batch need not wait long for one.
@@ -54,7 +54,9 @@ class Nvjpeg:
     def can_decode(image: Loaded) -> bool:
         """Whether this is plain work: one scan in colour that ends where it should; libjpeg-turbo judges the others."""
         data = image.data
-        return image.header.colors == "YCbCr" and bytes(data[-2:]) == b"\xff\xd9" and not is_progressive(data)
+        return (
+            image.header.colors == "YCbCr" and bytes(data[-2:]) == b"\xff\xd9" and not read_frame(data).has_many_scans
+        )
 
     def decode(self, encoded: list[Encoded], reader: torch.cuda.Stream | None) -> list[Tensor] | None:
         """The images, 3 × height × width, for use on stream `reader`; None when nvJPEG refuses one of them."""

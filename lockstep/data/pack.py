@@ -7,20 +7,24 @@ written. Shards are written aside and renamed, so a pack that was killed goes on
 import fcntl
 import hashlib
 import json
+import os
+import queue
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.files import READ_TIMEOUT_S, measure_plain, read_plain
 from lockstep.data.index import Index, Settings, join_indexes, read_index, write_index
 from lockstep.data.record import BLOCK, FRAME_BYTES
 from lockstep.data.shard_writer import ShardJob, cannot_write, write_shard
 from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.data.threads import DaemonPool, disk_hangs
 from lockstep.data.workers import Progress, run_jobs
 from lockstep.errors import LockstepError
 
@@ -38,6 +42,7 @@ def pack_folder(
     quality: int = 90,
     skip_bad: bool = False,
     workers: int = 1,
+    read_timeout_s: float = READ_TIMEOUT_S,
     progress: Callable[[str], Progress] = lambda title: lambda done, total: None,
 ) -> list[Index]:
     """Pack both splits of an image folder and return their indexes; a finished pack is left as it is.
@@ -47,7 +52,8 @@ def pack_folder(
     _refuse_places(source, target)
     folders = open_folder(source)
     sizes = [
-        measure_sizes(folder, progress(f"Looking at {split}")) for folder, split in zip(folders, SPLITS, strict=True)
+        measure_sizes(folder, progress(f"Looking at {split}"), read_timeout_s)
+        for folder, split in zip(folders, SPLITS, strict=True)
     ]
     settings: dict[str, float | str] = {
         "shard_mb": shard_mb,
@@ -57,7 +63,9 @@ def pack_folder(
     }
     jobs = [
         [
-            ShardJob(target, f"{split}-{number:06d}.tar", folder.part(first, last), first, settings, skip_bad)
+            ShardJob(
+                target, f"{split}-{number:06d}.tar", folder.part(first, last), first, settings, skip_bad, read_timeout_s
+            )
             for number, (first, last) in enumerate(plan_shards(folder_sizes, shard_mb * 1e6))
         ]
         for split, folder, folder_sizes in zip(SPLITS, folders, sizes, strict=True)
@@ -90,21 +98,33 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: float) -> list[tuple[int,
     return shards
 
 
-def measure_sizes(folder: ImageFolder, progress: Progress) -> NDArray[np.int64]:
+def measure_sizes(folder: ImageFolder, progress: Progress, read_timeout_s: float = READ_TIMEOUT_S) -> NDArray[np.int64]:
     """Bytes of each file; 0 where there is none, which is for the packing to find."""
-    sizes = np.zeros(folder.num_samples, np.int64)
+    sizes = np.full(folder.num_samples, -1, np.int64)
+    finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def measure(first: int) -> int:
-        for index in range(first, min(first + STAT_FILES, len(sizes))):
+    def measure(first: int) -> None:
+        last = min(first + STAT_FILES, len(sizes))
+        for index in range(first, last):
             try:
                 sizes[index] = folder.size(index)
             except OSError:
-                continue
-        return min(first + STAT_FILES, len(sizes))
+                sizes[index] = 0
+        finished.put(last - first)
 
-    with ThreadPoolExecutor(STAT_THREADS) as pool:
-        for done in pool.map(measure, range(0, len(sizes), STAT_FILES)):
+    pool = DaemonPool(STAT_THREADS, "lockstep-stat")
+    for first in range(0, len(sizes), STAT_FILES):
+        pool.submit(partial(measure, first))
+    done, known = 0, 0
+    while done < len(sizes):
+        try:
+            done += finished.get(timeout=read_timeout_s)
             progress(done, len(sizes))
+        except queue.Empty:
+            before, known = known, int((sizes >= 0).sum())
+            if known == before:
+                raise disk_hangs(read_timeout_s, folder.name(int(sizes.argmin()))) from None
+    pool.close()
     return sizes
 
 
@@ -127,10 +147,12 @@ def _is_written(job: ShardJob) -> bool:
     """Whether an earlier run wrote this shard, with nothing left out that may not be."""
     try:
         part = read_index(job.part_path)
-        whole = (job.target / job.name).stat().st_size == part.shards[0].num_bytes
+        num_bytes = measure_plain(job.target / job.name)
     except (OSError, LockstepError):
         return False
-    return whole and (job.skip_bad or not part.skipped)
+    whole = [(shard.name, shard.num_bytes) for shard in part.shards] == [(job.name, num_bytes)]
+    ours = part.classes == job.folder.classes and part.settings == job.settings
+    return whole and ours and (job.skip_bad or not part.skipped)
 
 
 def _finish_split(target: Path, split: str, jobs: Sequence[ShardJob]) -> Index:
@@ -174,7 +196,7 @@ def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
         "source": "other images in",
     }
     different = [
-        f"{names[key]} {'SRC' if key == 'source' else before[key]}" for key in names if before[key] != now[key]
+        f"{names[key]} {'SRC' if key == 'source' else before.get(key)}" for key in names if before.get(key) != now[key]
     ]
     if different:
         raise LockstepError(
@@ -183,19 +205,31 @@ def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
         )
 
 
+def _read_note(path: Path) -> Settings:
+    """What an unfinished pack was begun with."""
+    try:
+        settings = json.loads(read_plain(path))
+        if isinstance(settings, dict):
+            return settings
+    except (ValueError, RecursionError):
+        pass
+    raise LockstepError(f"{path} is damaged; remove {path.parent.parent} and pack again.")
+
+
 @contextmanager
 def _claim(target: Path, settings: Settings) -> Iterator[None]:
     """Make the target ours: nobody else packs into it, and what was begun in it was begun with these settings."""
     work = target / WORK_FOLDER
     work.mkdir(parents=True, exist_ok=True)
-    with open(work / "lock", "wb") as lock:
+    # For reading too, and thus without waiting, should it be a pipe.
+    with open(os.open(work / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockstepError(f"Another process is packing into {target}; wait for it, or stop it first.") from None
         note = work / "settings.json"
         if note.exists():
-            _refuse_other(target, json.loads(note.read_text()), settings)
+            _refuse_other(target, _read_note(note), settings)
         for leftover in work.glob("*.partial"):
             leftover.unlink(missing_ok=True)
         (work / "settings.partial").write_text(json.dumps(settings))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.data.augment import Boxes, Sides, central_crops, draw_crops, random_crops
 from lockstep.data.block import Request, Rows
+from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.order import Cursor, Ledger, Samples, StepPlan, plan_step
 from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
@@ -45,9 +46,11 @@ class Pipeline:
 
     resident_share: ClassVar[float]  # of the free device memory, for images that are to stay there
 
-    def __init__(self, source: Source, bad_share: float, prefetch_batches: int, means: Means) -> None:
+    def __init__(
+        self, source: Source, bad_share: float, read_timeout_s: float, prefetch_batches: int, means: Means
+    ) -> None:
         self._source = source
-        self.reader = SampleReader(source, bad_share)
+        self.reader = SampleReader(source, bad_share, read_timeout_s)
         self._workshop = Workshop(self.reader, **means, share=self.resident_share)
         self._depth = prefetch_batches or FIRST_DEPTH
 
@@ -104,10 +107,11 @@ class TrainPipeline(Pipeline):
         prefetch_batches: int,
         start: Cursor,
         bad_share: float,
+        read_timeout_s: float = READ_TIMEOUT_S,
         image_sizes: tuple[tuple[int, int], ...] = (),
         **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, prefetch_batches, means)
+        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
         self.ledger = Ledger()
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
         self._image_size, self._image_sizes = image_size, image_sizes
@@ -182,9 +186,10 @@ class EvalPipeline(Pipeline):
         eval_resize: int,
         prefetch_batches: int,
         bad_share: float,
+        read_timeout_s: float = READ_TIMEOUT_S,
         **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, prefetch_batches, means)
+        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
         self._batch_size = batch_size
         self._starts = range(batch_size * rank, source.num_samples, batch_size * world_size)
         self._image_size, self._eval_resize = image_size, eval_resize

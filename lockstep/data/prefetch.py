@@ -8,8 +8,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +20,8 @@ from torch import Tensor
 from lockstep.data.balance import Balance
 from lockstep.data.block import Request, Rows
 from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
+from lockstep.data.reader import SampleReader
+from lockstep.data.threads import LOOK_S, DaemonPool, GivenUp
 
 # Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
 MAX_TASK_ROWS = 16
@@ -49,8 +53,9 @@ class Path(Protocol):
 class Pending:
     """A batch on its way, and how many of its rows are still missing."""
 
-    def __init__(self, making: Making, num_rows: int) -> None:
+    def __init__(self, making: Making, num_rows: int, look: Callable[[], None]) -> None:
         self.making = making
+        self._look = look  # after threads that hang
         self._rows_left = num_rows
         self._lock = threading.Lock()
         self.done: Future[None] = Future()
@@ -62,11 +67,19 @@ class Pending:
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Images and labels for the step, or the error that kept them from being made."""
+        while True:
+            with suppress(TimeoutError):
+                self.done.exception(LOOK_S)  # only to wait: an error of the batch may be a TimeoutError too
+                break
+            self._look()
         self.done.result()
         return self.making.finish()
 
-    def run(self, work: Callable[[], int]) -> None:
-        """Do some of the work, which returns how many rows it finished; a failure becomes the batch's."""
+    def run(self, work: Callable[[], int]) -> bool:
+        """Do some of the work, which returns how many rows it finished; a failure becomes the batch's.
+
+        False when the thread was given up meanwhile, and the work is another's.
+        """
         try:
             finished = work()
             with self._lock:
@@ -75,10 +88,13 @@ class Pending:
             if is_complete:
                 self.making.complete()
                 self.done.set_result(None)
+        except GivenUp:
+            return False
         except Exception as error:
             with self._lock:
                 if not self.done.done():
                     self.done.set_exception(error)
+        return True
 
 
 @dataclass(eq=False)
@@ -113,7 +129,8 @@ class Prefetcher:
     """Starts batches on a pool of threads and hands their tensors over.
 
     `fill_by_nvjpeg` hands rows of a batch to nvJPEG and returns those it leaves to the decode threads; with
-    `host_decodes` off, these are all that the decode threads get.
+    `host_decodes` off, these are all that the decode threads get. The rows of a thread that hangs in a read of the
+    `reader` are done by another, while somebody waits for them.
     """
 
     def __init__(
@@ -122,8 +139,10 @@ class Prefetcher:
         threads: int,
         fill_by_nvjpeg: Callable[[Making, Rows], Rows] | None = None,
         host_decodes: bool = True,
+        reader: SampleReader | None = None,
     ) -> None:
         self._path = path
+        self._reader = reader
         self._threads = threads
         self._fill_by_nvjpeg = fill_by_nvjpeg
         self._host_decodes = host_decodes
@@ -131,8 +150,9 @@ class Prefetcher:
         self._tallies = Tally(threads), Tally(NUM_THREADS)  # of the decode threads, and of those that drive nvJPEG
         self._tasks: deque[Task] = deque()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-decode")
-        self._nvjpeg_pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="lockstep-decode-nvjpeg")
+        self._in_hand: dict[int, tuple[Pending, Rows]] = {}  # by thread
+        self._pool = DaemonPool(threads, "lockstep-decode")
+        self._nvjpeg_pool = DaemonPool(NUM_THREADS, "lockstep-decode-nvjpeg")
 
     @property
     def is_idle(self) -> bool:
@@ -156,7 +176,7 @@ class Prefetcher:
         if len(known) or not parts:
             parts.append(known)
         # A batch without rows counts as one row, so that somebody completes it.
-        pending = Pending(making, len(request.samples) or 1)
+        pending = Pending(making, len(request.samples) or 1, self._give_up_hanging)
         with self._lock:  # all at once, so that nvJPEG finds enough for a whole block
             self._tasks.extend(Task(pending, part) for part in parts)
         # Nobody is woken who would find nothing to do: Python runs one thread at a time.
@@ -169,10 +189,33 @@ class Prefetcher:
         return pending
 
     def _leave(self, pending: Pending, rows: Rows) -> None:
-        """Give the decode threads what nvJPEG has left over: it is wanted before what nobody has looked at."""
-        with self._lock:
-            self._tasks.appendleft(Task(pending, rows, host_only=True))
-        self._pool.submit(self._work)
+        """Give the decode threads what others have left over: it is wanted before what nobody has looked at."""
+        for start in range(0, len(rows), MAX_TASK_ROWS):
+            with self._lock:
+                self._tasks.appendleft(Task(pending, rows[start : start + MAX_TASK_ROWS], host_only=True))
+            self._pool.submit(self._work)
+
+    def _give_up_hanging(self) -> None:
+        """Leave the rows of threads that hang in a read to others; the samples they hang over are bad."""
+        for thread in list(self._in_hand):
+            sample = self._reader.watch.take_overdue(thread) if self._reader else None
+            if sample is not None:
+                pending, rows = self._in_hand.pop(thread)
+                _ = self._pool.give_up(thread) or self._nvjpeg_pool.give_up(thread)
+                pending.run(partial(self._count_overdue, sample))
+                self._leave(pending, rows)
+
+    def _count_overdue(self, sample: int) -> int:
+        assert self._reader is not None
+        self._reader.count_overdue(sample)
+        return 0  # rows finished
+
+    def _do(self, pending: Pending, rows: Rows, work: Callable[[], int]) -> None:
+        """Do some of a batch's work on this thread."""
+        thread = threading.get_ident()
+        self._in_hand[thread] = pending, rows
+        if pending.run(work):  # otherwise whoever gave this thread up sees to its rows
+            del self._in_hand[thread]
 
     def _work(self) -> None:
         """Do the next task, if there still is one for it, on a decode thread."""
@@ -188,7 +231,7 @@ class Prefetcher:
             self._tallies[0].add(len(task.rows), time.perf_counter() - begun)
             return len(task.rows) or 1
 
-        task.pending.run(fill)
+        self._do(task.pending, task.rows, fill)
 
     def _is_in_hand(self, task: Task) -> bool:
         """Whether a task is left to nvJPEG."""
@@ -208,11 +251,10 @@ class Prefetcher:
             begun = time.perf_counter()
             left = self._fill_by_nvjpeg(pending.making, rows)
             self._tallies[1].add(len(rows) - len(left), time.perf_counter() - begun)
-            for start in range(0, len(left), MAX_TASK_ROWS):
-                self._leave(pending, left[start : start + MAX_TASK_ROWS])
+            self._leave(pending, left)
             return (len(rows) or 1) - len(left)
 
-        pending.run(fill)
+        self._do(pending, rows, fill)
 
     def _take_for_nvjpeg(self) -> list[Task]:
         """The first tasks nvJPEG may do, all of one batch, up to MAX_IMAGES rows."""
@@ -230,8 +272,10 @@ class Prefetcher:
         return taken
 
     def close(self) -> None:
-        """Drop what is not yet started and stop the threads."""
+        """Drop what is not yet started and stop the threads; one that hangs is not waited for."""
+        if self._reader:
+            self._reader.watch.close()
         with self._lock:
             self._tasks.clear()
         for pool in (self._pool, self._nvjpeg_pool):
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close()

@@ -2,13 +2,14 @@
 
 Python runs one thread at a time, and a thread that reads a file gives its turn away four times. Threads that feed
 nvJPEG spent more time waiting for each other than nvJPEG took; here they ask for a whole block of samples and wait
-once. What a process cannot read or has no room for, and everything before it is ready and after it has died, is left to
-the caller, who reads it himself and counts what is bad. Torch-free: this module is also what the process runs.
+once. What a process cannot read or has no room for, and everything before it is ready and after it has died or hung, is
+left to the caller, who reads it himself and counts what is bad. Torch-free: this module is also what the process runs.
 """
 
 import mmap
 import os
 import queue
+import select
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from lockstep.data.decode import DecodeError, Header, read_header
+from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.reader import Loaded
 from lockstep.data.sources import Source
 
@@ -36,7 +38,9 @@ Found = tuple[int, int, Header] | None  # from where to where in the memory
 class ReadProcess:
     """A process that reads samples; used by one thread at a time."""
 
-    def __init__(self, source: Source, num_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, source: Source, num_bytes: int = MEMORY_BYTES, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+        self._read_timeout_s = read_timeout_s
+        self.is_hung = False
         file = os.memfd_create("lockstep-read")
         try:
             os.truncate(file, num_bytes)
@@ -69,12 +73,20 @@ class ReadProcess:
             self.process.kill()
 
     def load(self, samples: Sequence[int]) -> list[Loaded | None]:
-        """What it could read, until it is asked again; nothing before it is ready and after it has died."""
+        """What it could read, until it is asked again; nothing before it is ready and after it has died.
+
+        One that does not answer in time is ended: the caller finds out which sample it was that did not come.
+        """
         found: list[Found] = [None] * len(samples)
         if self.is_ready and samples:
             try:
                 self._connection.send(samples)
-                found = self._connection.recv()
+                self.is_hung = not self._connection.poll(self._read_timeout_s)
+                if self.is_hung:
+                    self.process.kill()
+                    self.is_ready = False
+                else:
+                    found = self._connection.recv()
             except (EOFError, OSError):
                 self.is_ready = False
         return [
@@ -96,11 +108,13 @@ class ReadProcess:
 class ReadPool:
     """A few such processes, lent one at a time; none where the system cannot share memory this way."""
 
-    def __init__(self, source: Source, count: int) -> None:
+    def __init__(self, source: Source, count: int, read_timeout_s: float = READ_TIMEOUT_S) -> None:
+        self._source, self._read_timeout_s = source, read_timeout_s
+        self._is_closed = False
         self._all: list[ReadProcess] = []
         with suppress(OSError):  # no more processes, files or memory to be had: fewer of them, or none
             for _ in range(count if hasattr(os, "memfd_create") else 0):
-                self._all.append(ReadProcess(source))
+                self._all.append(ReadProcess(source, read_timeout_s=read_timeout_s))
         self._free: queue.SimpleQueue[ReadProcess] = queue.SimpleQueue()
         for process in self._all:
             self._free.put(process)
@@ -123,11 +137,24 @@ class ReadPool:
         try:
             yield process
         finally:
-            if process and process.process.poll() is None:
+            if process and process.is_hung:
+                self._replace(process)
+            elif process and process.process.poll() is None:
                 self._free.put(process)
+
+    def _replace(self, hung: ReadProcess) -> None:
+        """Start another in the place of one that hung over a file: the others are as good as before."""
+        hung.close()
+        with suppress(OSError):
+            if not self._is_closed:
+                self._all[self._all.index(hung)] = fresh = ReadProcess(
+                    self._source, read_timeout_s=self._read_timeout_s
+                )
+                self._free.put(fresh)
 
     def kill(self) -> None:
         """Nobody waits for an answer any more."""
+        self._is_closed = True
         for process in self._all:
             process.process.kill()
 
@@ -183,11 +210,20 @@ class Reading:
 
 def serve(connection: Connection, memory: mmap.mmap) -> None:
     """The process: learn what the source is, then read until nobody asks."""
+    threading.Thread(target=_end_with_parent, args=(connection.fileno(),), daemon=True).start()
     with suppress(EOFError, ConnectionError):
         reading = Reading(connection.recv(), memory)
         connection.send(READY)
         while True:
             connection.send(reading.read(connection.recv()))
+
+
+def _end_with_parent(connection: int) -> None:
+    """End the process when the other end is closed, even while a read hangs."""
+    poll = select.poll()
+    poll.register(connection, 0)  # no event but that end, of which one is told unasked
+    poll.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

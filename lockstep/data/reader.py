@@ -5,12 +5,17 @@ A large data set holds a few damaged files, and they must not end a run; many of
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from lockstep.data.decode import DecodeError, Encoded, Header, read_header
+from lockstep.data.decode import DecodeError, Header, read_header
+from lockstep.data.files import READ_TIMEOUT_S
+from lockstep.data.jpeg_frame import Encoded
 from lockstep.data.order import Samples
 from lockstep.data.sources import Source
+from lockstep.data.threads import MAX_HUNG, Watch, disk_hangs, too_late
 from lockstep.errors import LockstepError
+
+Result = TypeVar("Result")
 
 
 class Loaded(NamedTuple):
@@ -25,23 +30,37 @@ Fetch = Callable[[list[int]], list[Loaded | None]]  # None for what the caller h
 
 
 class SampleReader:
-    """Reads samples, and keeps account of those that cannot be read or decoded."""
+    """Reads samples, and keeps account of those that cannot be read or decoded.
 
-    def __init__(self, source: Source, bad_share: float) -> None:
+    The `watch` knows how long each thread has waited for its sample; whoever waits for the thread looks there.
+    """
+
+    def __init__(self, source: Source, bad_share: float, read_timeout_s: float = READ_TIMEOUT_S) -> None:
         self.source = source
+        self.watch = Watch(read_timeout_s)
         self.max_bad = math.ceil(bad_share * source.num_samples)
         self.bad: dict[int, str] = {}
+        self._num_overdue = 0
 
     def load(self, sample: int) -> Loaded | None:
         """The sample, or None when it is bad; raises once there are too many bad ones."""
         if sample in self.bad:
             return None
         try:
-            data = self.source.read(sample)
-            return Loaded(sample, data, read_header(data))
+            data = self._watched(sample, self.source.read)
+            if sample not in self.bad:  # since it was begun: others have replaced it by now, and so does everybody
+                return Loaded(sample, data, read_header(data))
         except (OSError, DecodeError) as error:
             self.count_bad(sample, error)
         return None
+
+    def _watched(self, sample: int, read: Callable[[int], Result]) -> Result:
+        """Read something of a sample; GivenUp when it came too late."""
+        self.watch.begin(sample)
+        try:
+            return read(sample)
+        finally:
+            self.watch.end()
 
     def load_or_next(self, sample: int) -> Loaded:
         """The first usable sample from this one on: the same replacement on any rank."""
@@ -56,13 +75,27 @@ class SampleReader:
         load = self.load_or_next if replaces else self.load
         if fetch is None:
             return [load(sample) for sample in samples]
-        fetched = zip(samples, fetch(samples), strict=True)
-        return [image if image and sample not in self.bad else load(sample) for sample, image in fetched]
+        wanted = [sample for sample in samples if sample not in self.bad]  # one may be bad because it hangs its reader
+        fetched = dict(zip(wanted, fetch(wanted), strict=True))
+        images = ((sample, fetched.get(sample)) for sample in samples)
+        return [image if image and sample not in self.bad else load(sample) for sample, image in images]
 
     def count_bad(self, sample: int, error: OSError | DecodeError) -> None:
         """Note that a sample cannot be used, and stop the run when there are too many."""
         reason = error.strerror if isinstance(error, OSError) else error
-        self.bad[sample] = f"{self.source.name(sample)} ({reason})"
+        self._note_bad(sample, f"{self._watched(sample, self.source.name)} ({reason})")
+
+    def count_overdue(self, sample: int) -> None:
+        """Note that a sample does not come; stop the run when it seems that none does."""
+        # Where it lies, known without reading: what hangs would also hang whoever looks for its name.
+        place = getattr(self.source, "where", self.source.name)(sample)
+        self._num_overdue += 1
+        if self._num_overdue >= MAX_HUNG:
+            raise disk_hangs(self.watch.limit_s, place)
+        self._note_bad(sample, f"{place} ({too_late(self.watch.limit_s).strerror})")
+
+    def _note_bad(self, sample: int, name: str) -> None:
+        self.bad[sample] = name
         if len(self.bad) > self.max_bad:
             raise LockstepError(self.describe_excess(self.bad))
 

@@ -7,16 +7,20 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import simplejpeg
 from PIL import Image
 
 from lockstep.data.decode import DecodeError, decode
-from lockstep.data.index import Index, Settings, ShardInfo, write_index
+from lockstep.data.files import READ_TIMEOUT_S
+from lockstep.data.index import Index, Settings, write_index
+from lockstep.data.index_check import ShardInfo
 from lockstep.data.record import BLOCK, END, build_key, build_record
 from lockstep.data.shards import WORK_FOLDER
 from lockstep.data.sources import ImageFolder
+from lockstep.data.threads import read_each
 from lockstep.data.workers import Tick
 from lockstep.errors import LockstepError
 
@@ -33,6 +37,7 @@ class ShardJob:
     first: int  # number of its first sample in the split
     settings: Settings
     skip_bad: bool
+    read_timeout_s: float = READ_TIMEOUT_S
 
     @property
     def part_path(self) -> Path:
@@ -46,16 +51,15 @@ def write_shard(job: ShardJob, tick: Tick) -> list[str]:
     bad: list[str] = []
     try:
         with open(aside, "wb") as file:
-            for number, label in enumerate(job.folder.labels.tolist()):
-                name = job.folder.name(number)
+
+            def take(number: int, data: bytes | OSError) -> None:
                 try:
-                    data, suffix = _encode(job.folder.read(number), name, job.settings)
-                except (OSError, DecodeError) as error:
-                    bad.append(f"{name} ({error.strerror if isinstance(error, OSError) else error})")
-                else:
-                    rows.append((file.tell() + BLOCK, label, len(data), zlib.crc32(data)))
-                    file.write(build_record(f"{build_key(job.first + number, name)}{suffix}", data, label))
+                    rows.append(_write_sample(file, job, number, data))
+                except DecodeError as error:
+                    bad.append(f"{job.folder.name(number)} ({error})")
                 tick()
+
+            read_each(job.folder.num_samples, job.folder.read, take, job.read_timeout_s, job.folder.name(0))
             file.write(END)
             file.flush()
             os.fsync(file.fileno())
@@ -68,6 +72,17 @@ def write_shard(job: ShardJob, tick: Tick) -> list[str]:
         raise cannot_write(job.target, error) from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _write_sample(file: BinaryIO, job: ShardJob, number: int, data: bytes | OSError) -> Row:
+    """Write one record; DecodeError when the sample could not be read or made smaller."""
+    if isinstance(data, OSError):  # not raised as it is: an OSError from here on is the target's
+        raise DecodeError(data.strerror)
+    name, label = job.folder.name(number), int(job.folder.labels[number])
+    data, suffix = _encode(data, name, job.settings)
+    row = file.tell() + BLOCK, label, len(data), zlib.crc32(data)
+    file.write(build_record(f"{build_key(job.first + number, name)}{suffix}", data, label))
+    return row
 
 
 def _build_part(job: ShardJob, rows: list[Row], skipped: list[str], num_bytes: int) -> Index:

@@ -8,10 +8,16 @@ import errno
 import os
 import resource
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lockstep.data.files import check_length, measure_plain, open_plain
 from lockstep.data.index import Index, read_index
 from lockstep.data.record import BLOCK, parse_name
 from lockstep.errors import LockstepError
@@ -34,7 +40,7 @@ class OpenShard:
     """A shard open for reading at any place by any thread; closed when nobody holds it any more."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file, _ = open_plain(path)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -46,6 +52,7 @@ class OpenShard:
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; OSError when they are not there."""
+        check_length(length)
         data = os.pread(self._file, length, offset)
         if len(data) < length:
             raise OSError(errno.EIO, "the shard ends too early")
@@ -61,36 +68,49 @@ class Shards:
 
     def __init__(self, root: Path, index: Index) -> None:
         self.classes = index.classes
-        self.labels = index.labels
-        self._root, self._index = root, index
+        # In as few bytes as will do: ten for each sample and not the index's twenty-four.
+        self.labels: NDArray[np.integer[Any]] = index.labels.astype(np.min_scalar_type(len(index.classes)))
+        self._blocks = (index.offsets // BLOCK).astype(np.uint32)
+        self._lengths = index.lengths.copy()
         self._paths = [root / shard.name for shard in index.shards]
         self._firsts = list(accumulate((shard.num_samples for shard in index.shards), initial=0))
-        # A third of the files this process may open, because there are two splits; the least used give way.
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._open = lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
+        self._open = _build_opener()
 
     @property
     def num_samples(self) -> int:
-        return self._index.num_samples
+        return len(self.labels)
 
-    def __reduce__(self) -> tuple[type["Shards"], tuple[Path, Index]]:
-        return Shards, (self._root, self._index)  # for another process, which opens the files itself
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_open": None}  # for another process, which opens the files itself
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _open=_build_opener())
 
     def _path(self, index: int) -> Path:
         return self._paths[bisect_right(self._firsts, index) - 1]
 
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when it cannot be read."""
-        return self._open(self._path(index)).read(int(self._index.offsets[index]), int(self._index.lengths[index]))
+        return self._open(self._path(index)).read(BLOCK * int(self._blocks[index]), int(self._lengths[index]))
+
+    def where(self, index: int) -> str:
+        """The shard and the sample's number, which are known without reading."""
+        return f"{self._path(index)}: sample {index}"
 
     def name(self, index: int) -> str:
         """The shard and the sample's name in it, for messages."""
         path = self._path(index)
         try:
-            name = parse_name(self._open(path).read(int(self._index.offsets[index]) - BLOCK, BLOCK))
+            name = parse_name(self._open(path).read(BLOCK * int(self._blocks[index]) - BLOCK, BLOCK))
         except OSError:
             name = ""
-        return f"{path}: {name or f'sample {index}'}"
+        return f"{path}: {name}" if name else self.where(index)
+
+
+def _build_opener() -> Callable[[Path], OpenShard]:
+    """Opens shards, and keeps a third of the files open that this process may: there are two splits."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
 
 
 def open_shards(root: Path) -> tuple[Shards, Shards]:
@@ -101,6 +121,8 @@ def open_shards(root: Path) -> tuple[Shards, Shards]:
     train, val = indexes
     if train.classes != val.classes:
         raise LockstepError(f"The two indexes in {root} name different classes; pack the images again.")
+    if not train.num_samples or not val.num_samples:
+        raise LockstepError(f"An index in {root} names no sample; pack the images again into an empty folder.")
     return Shards(root, train), Shards(root, val)
 
 
@@ -116,7 +138,7 @@ def read_indexes(root: Path) -> list[Index]:
 def _check_sizes(root: Path, index: Index) -> None:
     for shard in index.shards:
         try:
-            num_bytes = (root / shard.name).stat().st_size
+            num_bytes = measure_plain(root / shard.name)
         except OSError as error:
             raise LockstepError(
                 f"The shard {root / shard.name} cannot be read ({error.strerror}); "

@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.files import measure_plain, read_plain
 from lockstep.errors import LockstepError
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -26,7 +27,7 @@ class Source(Protocol):
     @property
     def num_samples(self) -> int: ...
     @property
-    def labels(self) -> NDArray[np.int64]: ...
+    def labels(self) -> NDArray[np.integer[Any]]: ...
     def read(self, index: int) -> bytes: ...
     def name(self, index: int) -> str: ...
 
@@ -51,15 +52,7 @@ class ImageFolder:
 
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when the file cannot be read."""
-        file = os.open(self._path(index), os.O_RDONLY | os.O_CLOEXEC)  # a file object would cost Python more
-        try:
-            num_bytes = os.fstat(file).st_size
-            data = os.read(file, num_bytes)
-            while len(data) < num_bytes and (more := os.read(file, num_bytes - len(data))):
-                data += more
-            return data
-        finally:
-            os.close(file)
+        return read_plain(self._path(index))
 
     def name(self, index: int) -> str:
         """The file's path, for messages."""
@@ -67,7 +60,7 @@ class ImageFolder:
 
     def size(self, index: int) -> int:
         """Bytes of the file; OSError when there is none."""
-        return os.stat(self._path(index)).st_size
+        return measure_plain(self._path(index))
 
     def part(self, first: int, last: int) -> "ImageFolder":
         """The samples from `first` to before `last`, numbered from 0."""

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.data.decode import DecodeError, decode
+from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.index import Index, split_index
 from lockstep.data.record import BLOCK, END, FRAME_BYTES, build_record, key_of, padding, parse_name
 from lockstep.data.shards import OpenShard, read_indexes
+from lockstep.data.threads import read_each, read_one
 from lockstep.data.workers import Progress, Tick, run_jobs
 
 
@@ -37,6 +39,7 @@ class CheckJob:
     index: Index  # of this shard alone
     first: int  # number of its first sample in the split
     decode: bool
+    read_timeout_s: float = READ_TIMEOUT_S
 
 
 class Verdict(NamedTuple):
@@ -65,19 +68,27 @@ def verify_shards(root: Path, *, decode: bool, workers: int, progress: Progress 
 
 def check_shard(job: CheckJob, tick: Tick) -> list[Damage]:
     """What is wrong with one shard."""
-    info = job.index.shards[0]
+    info, limit_s = job.index.shards[0], job.read_timeout_s
+    path = job.root / info.name
+    damages: list[Damage] = []
     try:
-        shard = OpenShard(job.root / info.name)
+        shard = read_one(lambda: OpenShard(path), limit_s, str(path))
     except OSError as error:
         return [Damage(info.name, "", job.first, info.num_samples, f"the shard cannot be read ({error.strerror})")]
-    damages: list[Damage] = []
-    for row in range(job.index.num_samples):
-        key, reason = _check_sample(shard, job, row)
+
+    def read(row: int) -> bytes:
+        length = int(job.index.lengths[row])
+        return shard.read(int(job.index.offsets[row]) - BLOCK, FRAME_BYTES + length + padding(length))
+
+    def take(row: int, record: bytes | OSError) -> None:
+        key, reason = ("", str(record.strerror)) if isinstance(record, OSError) else _check_record(record, job, row)
         if reason:
             damages.append(Damage(info.name, key, job.first + row, 1, reason))
         tick()
+
+    read_each(job.index.num_samples, read, take, limit_s, str(path))
     try:
-        tail = shard.read(info.num_bytes - len(END), len(END))
+        tail = read_one(lambda: shard.read(info.num_bytes - len(END), len(END)), limit_s, str(path))
     except OSError:
         tail = b""
     if tail != END or shard.num_bytes != info.num_bytes:
@@ -86,13 +97,9 @@ def check_shard(job: CheckJob, tick: Tick) -> list[Damage]:
     return damages
 
 
-def _check_sample(shard: OpenShard, job: CheckJob, row: int) -> tuple[str, str]:
+def _check_record(record: bytes, job: CheckJob, row: int) -> tuple[str, str]:
     """The sample's key, and what is wrong with it if anything is."""
-    offset, length = int(job.index.offsets[row]), int(job.index.lengths[row])
-    try:
-        record = shard.read(offset - BLOCK, FRAME_BYTES + length + padding(length))
-    except OSError as error:
-        return "", str(error.strerror)
+    length = int(job.index.lengths[row])
     name, data = parse_name(record[:BLOCK]), record[BLOCK : BLOCK + length]
     key = key_of(name)
     if zlib.crc32(data) != job.index.checksums[row]:

@@ -88,6 +88,7 @@ class Workshop:
             threads,
             fill_by_nvjpeg=_fill_by_nvjpeg if self._decoder in ("nvjpeg", "both") else None,
             host_decodes=self._decoder != "nvjpeg",
+            reader=reader,
         )
 
     @property
@@ -156,7 +157,7 @@ def build_resident(wanted: Residence, reader: SampleReader, device: torch.device
     if wanted == "off":
         return None
     free = free_device_bytes(device)
-    needed = estimate_bytes(reader.source)
+    needed = estimate_bytes(reader.source, reader.watch.limit_s)
     if wanted == "on":
         if needed > ON_SHARE * free:
             raise LockstepError(

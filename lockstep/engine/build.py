@@ -306,6 +306,7 @@ def build_train_pipeline(
         device=world.device,
         start=start,
         bad_share=data.bad_share,
+        read_timeout_s=data.read_timeout_s,
         decoder=plan.decoder,
         read_processes=plan.read_processes,
         resident=data.resident,
@@ -329,6 +330,7 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         prefetch_batches=data.prefetch_batches,
         device=world.device,
         bad_share=data.bad_share,
+        read_timeout_s=data.read_timeout_s,
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
         decoder="cpu",
         resident=data.resident,

@@ -35,7 +35,6 @@ from lockstep.engine.build import HALF, Parts, assemble, build_network, open_sou
 from lockstep.engine.messages import measure_messages
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import put_back
-from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError, SharedError
 from lockstep.kernels import has_triton
 from lockstep.optim.schedule import Schedule
@@ -302,9 +301,7 @@ class Rig:
             with reducer.muted(), reducer.watching() as watch:
                 step = self._build_alone(execution)
                 if isinstance(step, RecordedStep):
-                    for _ in range(WARM_UP_STEPS):
-                        train_step(self._parts, self._batch, 0.0)
-                    step.prepare(self._batch)
+                    step.prepare(self._batch, WARM_UP_STEPS)
                 for _ in range(READY_PASSES):
                     step_s = self._time(step, 1)
                     rows.append(watch.ready_s())

@@ -59,9 +59,15 @@ class RecordedStep:
             return train_step(self._parts, place, lr, stop)
         return self._replay(lr, stop)
 
-    def prepare(self, batch: Batch) -> None:
-        """Record at once, for kernels that have run before; raises what goes wrong. No other rank takes part."""
-        self._recording = self._record(self._put(batch))
+    def prepare(self, batch: Batch, warm_up_steps: int = 0) -> None:
+        """Record at once, and raise what goes wrong; kernels that have not run before need steps to warm up.
+
+        No other rank takes part in the recording itself.
+        """
+        place = self._put(batch)
+        for _ in range(warm_up_steps):
+            train_step(self._parts, place, 0.0)
+        self._recording = self._record(place)
 
     def _is_recorded_now(self, place: Batch) -> bool:
         """Record if it is time; a rank that cannot goes on launching, which sends the same sums in the same order."""

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import simplejpeg
 
-from lockstep.data.index import Index, ShardInfo, write_index
+from lockstep.data.index import Index, write_index
+from lockstep.data.index_check import ShardInfo
 from lockstep.data.record import BLOCK, END, build_record
 
 NUM_SAMPLES = 1_281_167
@@ -43,7 +44,16 @@ def write_large(root: Path) -> None:
 
 def resident_mb() -> float:
     """Memory that this process holds now, in MB."""
+    return _read_status("VmRSS")
+
+
+def peak_mb() -> float:
+    """The most that this process ever held; `getrusage` would begin with what its parent held."""
+    return _read_status("VmHWM")
+
+
+def _read_status(name: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024 / 1e6
-    raise AssertionError("no VmRSS")
+    raise AssertionError(f"no {name}")

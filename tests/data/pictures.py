@@ -1,6 +1,7 @@
 """Encoded pictures of every kind that data sets hold, good and bad, as a source in memory."""
 
 import io
+import time
 import zlib
 
 import numpy as np
@@ -35,6 +36,25 @@ def huge_jpeg(side: int) -> bytes:
     num_blocks = (-(-side // 8)) ** 2
     coded = np.packbits(np.concatenate([bits[:first], np.tile(same, num_blocks - 1), np.ones(7, np.uint8)]))
     return bytes(head) + coded.tobytes().replace(b"\xff", b"\xff\x00") + b"\xff\xd9"
+
+
+def repeat_scan(jpeg: bytes, times: int) -> bytes:
+    """The JPEG with its last scan so many times more; each takes a decoder as long as the first time."""
+    return jpeg[:-2] + times * jpeg[jpeg.rindex(b"\xff\xda") : -2] + jpeg[-2:]
+
+
+def planes_jpeg(planes: list[np.ndarray]) -> bytes:
+    """A JPEG whose three colours come in scans of their own, each that of a grey image."""
+    parts = [encode(Image.fromarray(plane), subsampling=-1) for plane in planes]
+    frame, scan = parts[0].index(b"\xff\xc0"), parts[0].index(b"\xff\xda")
+    colors = b"".join(bytes([number, 0x11, 0]) for number in (1, 2, 3))
+    head = parts[0][:frame] + b"\xff\xc0\x00\x11" + parts[0][frame + 4 : frame + 9] + b"\x03" + colors
+    tables = parts[0][frame + 13 : scan]
+    scans = [
+        b"\xff\xda\x00\x08\x01" + bytes([number, 0, 0, 63, 0]) + part[scan + 10 : -2]
+        for number, part in enumerate(parts, start=1)
+    ]
+    return head + tables + b"".join(scans) + b"\xff\xd9"
 
 
 class Pictures:
@@ -80,11 +100,51 @@ def odd_photos(count: int) -> Pictures:
     return source
 
 
+class Hanging(Pictures):
+    """Photos of which some do not come until they are let go."""
+
+    def __init__(self, encoded: list[bytes], hangs: set[int], names_hang: bool = False) -> None:
+        super().__init__(encoded)
+        self.hangs, self.names_hang = hangs, names_hang
+        self.released = False
+
+    def _hang(self) -> None:
+        deadline = time.monotonic() + 120
+        while not self.released and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def read(self, index: int) -> bytes:
+        if index in self.hangs:
+            self._hang()
+        return super().read(index)
+
+    def name(self, index: int) -> str:
+        if self.names_hang and index in self.hangs:
+            self._hang()
+        return super().name(index)
+
+    def where(self, index: int) -> str:
+        return super().name(index)
+
+
 BAD_AMONG_ODD = [3 * turn + 1 for turn in (5, 6, 7)]
+
+
+def build_png(side: int, depth: int, color: int, content: bytes) -> bytes:
+    """A PNG of side × side with this compressed content."""
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + bytes([depth, color, 0, 0, 0])
+    chunks = [header, b"IDAT" + content, b"IEND"]
+    framed = [(len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") for chunk in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
 
 
 def huge_png(side: int) -> bytes:
     """A PNG whose header says side × side."""
-    chunks = [b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00", b"IDAT" + zlib.compress(b"\x00")]
-    framed = [(len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") for chunk in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
+    return build_png(side, 8, 2, zlib.compress(b"\x00"))
+
+
+def bomb_png(side: int) -> bytes:
+    """A PNG of side × side pixels of four times 16 bits, all nothing."""
+    packer = zlib.compressobj(9)
+    content = b"".join(packer.compress(bytes(1 + 8 * side)) for _ in range(side)) + packer.flush()
+    return build_png(side, 16, 6, content)

@@ -1,14 +1,21 @@
 """Decoding: every kind of JPEG in the wild against Pillow or the picture it was made from; damage is a DecodeError."""
 
 import io
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from lockstep.data import decode as module
-from lockstep.data.decode import FACTORS, DecodeError, decode, is_progressive, read_header
-from tests.data.pictures import huge_jpeg, huge_png
+from lockstep.data.decode import FACTORS, MAX_SCANS, DecodeError, decode, read_header
+from lockstep.data.jpeg_frame import read_frame
+from tests.data.pictures import huge_jpeg, huge_png, planes_jpeg, repeat_scan
+
+ROOT = Path(__file__).parents[2]
 
 
 def smooth_picture(height: int = 40, width: int = 56) -> np.ndarray:
@@ -95,11 +102,11 @@ def test_what_is_no_image_is_refused_with_a_reason(data: bytes) -> None:
         decode(data)
 
 
-@pytest.mark.parametrize("options", [{"kind": "PNG"}, {"progressive": True}])
+@pytest.mark.parametrize(("options", "limit"), [({"kind": "PNG"}, 2 * 2239), ({"progressive": True}, 2239)])
 def test_an_image_beyond_the_pixel_limit_is_refused(
-    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, object], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_PIXELS", 40 * 56 - 1)
+    monkeypatch.setattr(module, "MAX_PIXELS", limit)
     with pytest.raises(DecodeError, match="56 × 40 is more than 2239 pixels"):
         decode(encode(Image.fromarray(smooth_picture()), **options))
 
@@ -141,16 +148,99 @@ def test_views_of_bytes_are_as_good_as_bytes() -> None:
         assert np.array_equal(decode(memoryview(data)), decode(data))
 
 
-def test_a_header_tells_progressive_and_cmyk_from_the_rest() -> None:
+def has_many_scans(data: bytes) -> bool:
+    return read_frame(data).has_many_scans
+
+
+def test_a_header_tells_many_scans_from_one() -> None:
     image = Image.fromarray(smooth_picture())
-    assert not is_progressive(encode(image))
-    assert is_progressive(encode(image, progressive=True))
+    assert not has_many_scans(encode(image))
+    assert not has_many_scans(encode(image.convert("L")))
+    assert has_many_scans(encode(image, progressive=True))
     # A thumbnail in the metadata has a frame header too, which is not that of the image.
     thumbnail = encode(image, progressive=True)
-    assert not is_progressive(encode(image, exif=b"Exif\0\0" + thumbnail))
-    assert is_progressive(encode(image, exif=b"Exif\0\0" + encode(image), progressive=True))
-    assert is_progressive(b"\xff\xd8\xff\xff\xff\xc2\0\x0b")  # bytes that only fill are skipped
-    assert is_progressive(b"\xff\xd8 nothing to walk along")
+    assert not has_many_scans(encode(image, exif=b"Exif\0\0" + thumbnail))
+    assert has_many_scans(encode(image, exif=b"Exif\0\0" + encode(image), progressive=True))
+    assert has_many_scans(b"\xff\xd8 nothing to walk along")
+
+
+@pytest.mark.parametrize("filling", [b"\xff", b"\xff\x01"])
+def test_bytes_that_only_fill_hide_no_header(filling: bytes) -> None:
+    for options in ({}, {"progressive": True}):
+        data = encode(Image.fromarray(smooth_picture()), **options)
+        assert has_many_scans(data[:2] + filling + data[2:]) == bool(options)
+
+
+def test_colors_in_scans_of_their_own_are_decoded() -> None:
+    planes = [plane.copy() for plane in np.moveaxis(smooth_picture(40, 64), 2, 0)]
+    data = planes_jpeg(planes)
+    assert has_many_scans(data)
+    expected = Image.merge("YCbCr", [Image.fromarray(plane) for plane in planes]).convert("RGB")
+    assert difference(decode(data), np.asarray(expected)) <= 8
+
+
+@pytest.mark.parametrize("kind", ["progressive", "planes", "cmyk"])
+def test_a_jpeg_of_thousands_of_scans_is_refused_at_once(kind: str) -> None:
+    pixels = np.full((800, 800, 3), 90, np.uint8)
+    whole = {
+        "progressive": lambda: encode(Image.fromarray(pixels), progressive=True),
+        "planes": lambda: planes_jpeg(list(np.ascontiguousarray(np.moveaxis(pixels, 2, 0)))),
+        "cmyk": lambda: encode(Image.fromarray(pixels).convert("CMYK"), progressive=True),
+    }[kind]()
+    assert decode(repeat_scan(whole, 1)).shape == (800, 800, 3)
+    data, start = repeat_scan(whole, 3000), time.perf_counter()
+    with pytest.raises(DecodeError, match=f"more than {MAX_SCANS} scans"):
+        decode(data)
+    assert time.perf_counter() - start < 1
+
+
+def test_a_few_bytes_that_promise_billions_of_pixels_are_refused_at_once() -> None:
+    """A decoder would fill in what is missing."""
+    data = bytearray(encode(Image.fromarray(smooth_picture())))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = (65_500).to_bytes(2, "big") * 2
+    with pytest.raises(DecodeError, match="bytes cannot hold its 65500 × 65500 pixels"):
+        read_header(bytes(data))
+
+
+def test_the_least_bytes_an_image_can_have_are_enough() -> None:
+    data = encode(Image.new("L", (4096, 4096)), optimize=True)  # a bit for each level, a bit for each end
+    assert not decode(data).any()
+
+
+MEASURE = """
+from lockstep.data.decode import decode
+from tests.data.large_index import peak_mb
+from tests.data.pictures import bomb_png
+data = bomb_png(5790)
+assert len(data) < 300_000
+before = peak_mb()
+assert decode(data).shape == (5790, 5790, 3)
+print(peak_mb() - before)
+"""
+
+
+def test_the_largest_png_takes_little_more_memory_than_its_pixels() -> None:
+    out = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert 6 < 1e6 * float(out) / 5790**2 < 8  # four bytes a pixel in Pillow, three in the result, and a little
+    with pytest.raises(DecodeError, match="5800 × 5800 is more than 33554432 pixels"):
+        read_header(huge_png(5800))
+
+
+@pytest.mark.parametrize("kind", ["EPS", "GIF", "BMP", "TIFF", "WEBP", "PPM", "PDF", "ICO"])
+def test_other_formats_never_reach_their_readers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them starts another program."""
+    data = encode(Image.fromarray(smooth_picture()), kind)
+    monkeypatch.setattr("subprocess.Popen", None)
+    for reader in Image.OPEN:
+        if reader not in ("JPEG", "PNG"):
+            monkeypatch.setitem(Image.OPEN, reader, None)
+    with pytest.raises(DecodeError, match="neither a JPEG nor a PNG"):
+        decode(data)
+
+
+def test_a_header_tells_colors() -> None:
+    image = Image.fromarray(smooth_picture())
     assert read_header(encode(image)).colors == "YCbCr"
     assert read_header(encode(image.convert("L"))).colors == "Gray"
     assert read_header(encode(image.convert("CMYK"))).colors == ""

@@ -5,9 +5,12 @@ import io
 import json
 import os
 import signal
+import socket
 import tarfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.data.index import read_index
-from lockstep.data.pack import pack_folder, plan_shards
+from lockstep.data import threads
+from lockstep.data.index import ARRAYS, Index, read_index, write_index
+from lockstep.data.pack import measure_sizes, pack_folder, plan_shards
 from lockstep.data.shards import open_shards
-from lockstep.data.sources import open_folder
+from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
 from tests.engine import commands
 
@@ -160,17 +164,27 @@ def interrupt_after(last: int) -> Callable[[Path, Path], Path]:
     return replace_or_die
 
 
+HANGS = """
+import time
+from lockstep.data.sources import ImageFolder
+read = ImageFolder.read
+def read_or_hang(folder, index):
+    if folder.name(index).endswith("train/bee/photo.2.JPEG"):
+        time.sleep(600)
+    return read(folder, index)
+ImageFolder.read = read_or_hang
+"""
+
+
 def test_a_killed_pack_leaves_no_process_and_is_finished_byte_for_byte(source: Path, tmp_path: Path) -> None:
-    """A pipe among the files holds one process up for good while the other writes all other shards."""
-    pipe = source / "train" / "bee" / "photo.2.JPEG"
-    pipe.unlink()
-    pipe.touch()
+    """A file that does not come holds one process up while the other writes all other shards."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "sitecustomize.py").write_text(HANGS)
+    hanging = {"PYTHONPATH": os.pathsep.join([str(tmp_path / "code"), str(Path(__file__).parents[2])])}
     pack_folder(source, tmp_path / "whole", shard_mb=0.03)
     wanted, target = contents(tmp_path / "whole"), tmp_path / "pack"
-    pipe.unlink()
-    os.mkfifo(pipe)  # as large as the empty file, so the folder is still the same to the pack
     arguments = ["data", "pack", str(source), str(target), "--shard-mb=0.03", "--workers=2"]
-    process = commands.start(*arguments)
+    process = commands.start(*arguments, **hanging)
     try:
         num_shards = sum(name.endswith(".tar") for name in wanted)
         commands.wait_until(lambda: len(list(target.glob("*.tar"))) == num_shards - 1, process)
@@ -187,12 +201,119 @@ def test_a_killed_pack_leaves_no_process_and_is_finished_byte_for_byte(source: P
         open_shards(target)
     before = {path: path.stat().st_mtime_ns for path in target.glob("*.tar")}
 
-    pipe.unlink()
-    pipe.touch()
     status, out, err = commands.run(*arguments)
     assert status == 0, out + err
     assert {path: path.stat().st_mtime_ns for path in before} == before, "a finished shard was written again"
     assert contents(target) == wanted
+
+
+@pytest.fixture
+def odd_names(source: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Things under the names of images that are none, and what is said of each."""
+    ants = source / "train" / "ant"
+    os.mkfifo(ants / "pipe.jpg")
+    (ants / "folder.jpg").mkdir()
+    (ants / "dangling.jpg").symlink_to(tmp_path / "nowhere")
+    (ants / "loop.jpg").symlink_to(ants / "loop.jpg")
+    (ants / "device.jpg").symlink_to("/dev/zero")
+    with open(ants / "sparse.jpg", "wb") as file:
+        file.truncate(1 << 40)
+    said = {
+        "pipe.jpg": "it is a pipe and not a file",
+        "folder.jpg": "it is a folder and not a file",
+        "dangling.jpg": "No such file or directory",
+        "loop.jpg": "Too many levels of symbolic links",
+        "device.jpg": "it is a device and not a file",
+        "sparse.jpg": "its 1,099,511,627,776 bytes are more than the 268,435,456 allowed",
+        "socket.jpg": "it is a socket or a device and not a file",
+    }
+    if os.geteuid():  # permissions do not bind a superuser
+        (ants / "secret.jpg").write_bytes(b"")
+        (ants / "secret.jpg").chmod(0)
+        said["secret.jpg"] = "Permission denied"
+    before = os.getcwd()
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.chdir(ants)  # a socket's path is short
+        listener.bind("socket.jpg")
+        os.chdir(before)
+        yield said
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_no_file_is_named_and_the_command_ends(
+    source: Path, tmp_path: Path, odd_names: dict[str, str], workers: int
+) -> None:
+    arguments = ["data", "pack", str(source), str(tmp_path / "pack"), "--shard-mb=0.03", f"--workers={workers}"]
+    status, out, err = commands.run(*arguments)
+    told = " ".join((out + err).split())
+    assert status != 0
+    assert f"{len(odd_names)} files cannot be packed" in told
+    for name, reason in odd_names.items():
+        assert f"{source}/train/ant/{name} ({reason})" in told
+    status, out, err = commands.run(*arguments, "--skip-bad")
+    assert status == 0, out + err
+    assert open_shards(tmp_path / "pack")[0].num_samples == 12
+
+
+def test_a_file_that_does_not_come_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, released = ImageFolder.read, threading.Event()
+
+    def hang(folder: ImageFolder, index: int) -> bytes:
+        if folder.name(index).endswith("train/bee/photo.2.JPEG"):
+            released.wait(60)
+        return read(folder, index)
+
+    monkeypatch.setattr(ImageFolder, "read", hang)
+    with pytest.raises(LockstepError, match=r"1 files cannot .*train/bee/photo\.2\.JPEG \(not read within 0\.2 s\)"):
+        pack_folder(source, tmp_path / "pack", read_timeout_s=0.2)
+    train, _ = pack_folder(source, tmp_path / "pack", read_timeout_s=0.2, skip_bad=True)
+    released.set()
+    folder, shards = open_folder(source)[0], open_shards(tmp_path / "pack")[0]
+    numbers = [number for number in range(12) if not folder.name(number).endswith("bee/photo.2.JPEG")]
+    assert train.num_samples == 11
+    assert [shards.read(number) for number in range(11)] == [folder.read(number) for number in numbers]
+
+
+def test_sizes_that_do_not_come_are_one_sentence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(threads, "CLOSE_S", 0.1)
+    monkeypatch.setattr(ImageFolder, "size", lambda folder, index: released.wait(60))
+    with pytest.raises(LockstepError, match=r"did not come within 0\.1 s, the last of .*photo\.0\.JPEG; see"):
+        measure_sizes(open_folder(source)[0], lambda done, total: None, 0.1)
+    released.set()
+
+
+@pytest.mark.parametrize("note", [b"", b"[]", b"{}", b"[" * 100_000, b"\xff"])
+def test_a_damaged_note_of_an_unfinished_pack_is_one_sentence(source: Path, tmp_path: Path, note: bytes) -> None:
+    work = tmp_path / "pack" / ".pack"
+    work.mkdir(parents=True)
+    (work / "settings.json").write_bytes(note)
+    with pytest.raises(LockstepError, match=r"settings\.json is damaged; remove|holds a pack with"):
+        pack_folder(source, tmp_path / "pack")
+
+
+@pytest.mark.parametrize("name", ["settings.json", "lock", "train-000000.tar.index"])
+def test_a_pipe_among_the_files_of_an_unfinished_pack_holds_up_nobody(source: Path, tmp_path: Path, name: str) -> None:
+    work = tmp_path / "pack" / ".pack"
+    work.mkdir(parents=True)
+    os.mkfifo(work / name)
+    with suppress(LockstepError):
+        pack_folder(source, tmp_path / "pack")
+
+
+def test_a_part_of_the_index_that_is_another_shards_is_written_again(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pack"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.data.pack._finish_split", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, target, shard_mb=0.03)
+    parts = sorted((target / ".pack").glob("train-*.index"))
+    parts[0].write_bytes(parts[1].read_bytes())
+    empty = read_index(parts[2])
+    write_index(parts[2], Index(empty.classes, (), (), empty.settings, **{name: np.empty(0) for name in ARRAYS}))
+    pack_folder(source, target, shard_mb=0.03)
+    pack_folder(source, tmp_path / "whole", shard_mb=0.03)
+    assert contents(target) == contents(tmp_path / "whole")
 
 
 def is_running(pid: int) -> bool:

@@ -1,14 +1,16 @@
 """Shards as a source: from many threads, with few files open, and the sentence for each thing that can be wrong."""
 
 import os
+import pickle
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lockstep.data.generated import build_generated
-from lockstep.data.index import read_index, write_index
+from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import pack_folder
 from lockstep.data.shards import Shards, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
@@ -82,6 +84,36 @@ def test_a_truncated_shard_is_one_sentence(pack: Path) -> None:
         open_shards(pack)
 
 
+def test_a_pipe_under_the_name_of_a_shard_is_one_sentence(pack: Path) -> None:
+    (pack / "train-000001.tar").unlink()
+    os.mkfifo(pack / "train-000001.tar")
+    with pytest.raises(LockstepError, match=r"train-000001\.tar cannot be read \(it is a pipe and not a file\); copy"):
+        open_shards(pack)
+
+
+def test_a_pipe_in_the_place_of_a_shard_after_opening_is_an_error_of_the_sample(pack: Path) -> None:
+    train = open_shards(pack)[0]
+    (pack / "train-000000.tar").unlink()
+    os.mkfifo(pack / "train-000000.tar")
+    with pytest.raises(OSError, match="it is a pipe and not a file"):
+        train.read(0)
+
+
+def test_an_index_without_samples_is_one_sentence(pack: Path) -> None:
+    index = read_index(pack / "val.index")
+    write_index(pack / "val.index", Index(index.classes, (), (), index.settings, **{k: np.empty(0) for k in ARRAYS}))
+    with pytest.raises(LockstepError, match="names no sample"):
+        open_shards(pack)
+
+
+def test_a_copy_in_another_process_reads_the_same(pack: Path) -> None:
+    train = open_shards(pack)[0]
+    train.read(0)
+    copy = pickle.loads(pickle.dumps(train))
+    assert bytes_of(copy) == bytes_of(train)
+    assert copy.labels.tolist() == train.labels.tolist()
+
+
 def test_a_missing_index_is_one_sentence(pack: Path) -> None:
     (pack / "val.index").unlink()
     with pytest.raises(LockstepError, match=r"val\.index cannot be read"):
@@ -90,7 +122,7 @@ def test_a_missing_index_is_one_sentence(pack: Path) -> None:
 
 def test_splits_of_different_packs_are_one_sentence(pack: Path, tmp_path: Path) -> None:
     index = read_index(pack / "val.index")
-    object.__setattr__(index, "classes", ("ant",))
+    object.__setattr__(index, "classes", tuple(f"{name}s" for name in index.classes))
     write_index(pack / "val.index", index)
     with pytest.raises(LockstepError, match="name different classes"):
         open_shards(pack)

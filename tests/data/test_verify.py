@@ -1,14 +1,17 @@
 """Verifying: any change of a shard is found, and the samples it damaged are named."""
 
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lockstep.data.generated import build_generated
-from lockstep.data.index import read_index
+from lockstep.data.index import read_index, split_index
 from lockstep.data.pack import pack_folder
-from lockstep.data.verify import Verdict, verify_shards
+from lockstep.data.shards import OpenShard
+from lockstep.data.verify import CheckJob, Verdict, check_shard, verify_shards
 
 
 @pytest.fixture
@@ -79,6 +82,35 @@ def test_a_missing_shard_counts_all_its_samples(pack: Path) -> None:
     verdict = verify(pack)
     assert verdict.num_damaged == 10
     assert str(verdict.damages[0]).startswith("val-000000.tar  samples 0 to 9: the shard cannot be read")
+
+
+def test_a_pipe_in_the_place_of_a_shard_counts_all_its_samples(pack: Path) -> None:
+    (pack / "val-000000.tar").unlink()
+    os.mkfifo(pack / "val-000000.tar")
+    verdict = verify(pack)
+    assert verdict.num_damaged == 10
+    assert "it is a pipe and not a file" in str(verdict.damages[0])
+
+
+def test_a_read_that_does_not_come_is_named_and_the_others_are_checked(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = split_index(read_index(pack / "val.index"))[0]
+    read, released = OpenShard.read, threading.Event()
+
+    def hang(shard: OpenShard, offset: int, length: int) -> bytes:
+        if offset == index.offsets[4] - 512:
+            released.wait(60)
+        return read(shard, offset, length)
+
+    monkeypatch.setattr(OpenShard, "read", hang)
+    change(pack / "val-000000.tar", int(index.offsets[6]))
+    damages = check_shard(CheckJob(pack, index, 0, decode=False, read_timeout_s=0.2), lambda: None)
+    released.set()
+    assert [(damage.number, damage.reason) for damage in damages] == [
+        (4, "not read within 0.2 s"),
+        (6, "its bytes do not match their checksum"),
+    ]
 
 
 def test_a_longer_shard_is_found(pack: Path) -> None:

@@ -123,25 +123,26 @@ def raise_out_of_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def take_steps(world: World, execution: Execution, overlap: bool) -> tuple[Tensor, list[float]]:
-    """Weights and losses after a few steps on one of several ranks, each step on another batch."""
-    config = small_config("fp16")
-    parts = build(config, world)
-    batches = draw_batches(config, world, 8)
-    plan = cut_buffers(parts, overlap=overlap)
-    step = apply_plan(execution, plan, parts, len(batches[0].labels), 16)
-    losses = [step(batch, 0.05, False)[LOSS].item() for batch in batches]
-    return parts.weights.cpu(), losses
+def take_steps(world: World) -> dict[str, tuple[Tensor, list[float]]]:
+    """Weights and losses after a few steps on one of several ranks, each step on another batch, in three ways."""
+    config, found = small_config("fp16"), {}
+    for way, execution, overlap in (("launched", OWN, True), ("after", RECORDED, False), ("under", RECORDED, True)):
+        parts = build(config, world)
+        batches = draw_batches(config, world, 8)
+        step = apply_plan(execution, cut_buffers(parts, overlap=overlap), parts, len(batches[0].labels), 16)
+        losses = [step(batch, 0.05, False)[LOSS].item() for batch in batches]
+        found[way] = parts.weights.cpu(), losses
+    return found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("nccl", 2), ("nccl", 4)])
 def test_several_ranks_record_their_passes_and_send_under_them_or_after(backend: Any, size: int) -> None:
-    (launched, losses), *_ = run_ranks(take_steps, size, OWN, True, backend=backend)
-    for overlap in (False, True):
-        results = run_ranks(take_steps, size, RECORDED, overlap, backend=backend)
-        recorded, same_losses = results[0]
-        assert all(torch.equal(recorded, other) for other, _ in results)
+    results = run_ranks(take_steps, size, backend=backend)
+    launched, losses = results[0]["launched"]
+    for way in ("after", "under"):
+        recorded, same_losses = results[0][way]
+        assert all(torch.equal(recorded, other[way][0]) for other in results)
         assert losses == pytest.approx(same_losses, rel=2e-2)
         assert (launched - recorded).norm() / launched.norm() < 5e-3
 
