@@ -49,6 +49,9 @@ def step_command(
     peers: Annotated[
         str, typer.Option(help="Settings of torchvision's that take part, such as fp32,fp16-compiled; all if empty.")
     ] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="On GPUs, DDP compiled too: minutes of preparation.")
+    ] = True,
     gradient_mb: Annotated[
         float | None,
         typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
@@ -88,6 +91,7 @@ def step_command(
         batch=parse_batches(batches)[0] if batches else None,
         image_size=image_size,
         precision=precision,
+        compiled=compiled,
         gradient_mb=gradient_mb,
         gbit_per_s=gbit_per_s,
         rounds=rounds,

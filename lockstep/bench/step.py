@@ -100,6 +100,7 @@ class Wanted:
     precision: Precision | None = None
     device: Device = "cpu"  # "auto" has become one of the others
     shares_gpu: bool = False
+    compiled: bool = True  # on GPUs, whether DDP takes part compiled too
     rounds: int = ROUNDS
     round_s: float = ROUND_S
     json_file: str | None = None
@@ -117,7 +118,13 @@ class Wanted:
 
 
 def measure_case(
-    case: Case, world: World, *, rounds: int = ROUNDS, round_s: float = ROUND_S, say: Say = lambda line: None
+    case: Case,
+    world: World,
+    *,
+    rounds: int = ROUNDS,
+    round_s: float = ROUND_S,
+    compiled: bool = True,
+    say: Say = lambda line: None,
 ) -> list[Row]:
     """Tune the sides, then let them take turns; every rank calls it and gets the same rows."""
     set_number_formats(PrecisionConfig(compute=case.precision))
@@ -130,8 +137,9 @@ def measure_case(
     if world.size == 1:
         sides["bare loop"], settings["bare loop"] = partial(open_bare, case, world, batch), "fused SGD"
     else:
-        for name, (setting, compiled) in list_ddp_sides(case, world, batch, num_bytes, round_s, say).items():
-            sides[name] = partial(open_ddp, case, world, batch, setting, compiled=compiled)
+        tuned = tune_ddp(case, world, batch, num_bytes, round_s, say)
+        for name, (setting, is_compiled) in list_ddp_sides(tuned, compiled and world.device.type == "cuda").items():
+            sides[name] = partial(open_ddp, case, world, batch, setting, compiled=is_compiled)
             settings[name] = str(setting)
     sides["lockstep"] = ours.open
     if world.size > 1 and world.device.type == "cuda":
@@ -148,29 +156,21 @@ def measure_case(
     return [_build_row(case, world.size, num_bytes, name, settings[name], times) for name in times]
 
 
-def list_ddp_sides(
-    case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say
-) -> dict[str, tuple[ddp.Setting, bool]]:
+def list_ddp_sides(tuned: ddp.Setting, compiled: bool) -> dict[str, tuple[ddp.Setting, bool]]:
     """By name: how DDP is set, and whether it is compiled, which only a GPU rewards.
 
     A compilation takes a minute, so the buckets that are quickest without it are taken with it as well.
     """
-    tuned = tune_ddp(case, world, batch, num_bytes, round_s, say)
-    if tuned is None:
-        raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
     sides = {"ddp default": (ddp.DEFAULT, False), "ddp tuned": (tuned, False)}
-    if world.device.type == "cuda":
+    if compiled:
         sides |= {"ddp compiled": (ddp.DEFAULT, True), "ddp tuned compiled": (tuned, True)}
     return sides
 
 
-def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say) -> ddp.Setting | None:
-    """DDP's quickest setting: bucket sizes first, then with and without views; rank 0 decides for all.
+def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say) -> ddp.Setting:
+    """DDP's quickest setting: bucket sizes first, then with and without views; rank 0 decides for all."""
 
-    None if all fail.
-    """
-
-    def pick(settings: list[ddp.Setting], budget_s: float) -> ddp.Setting | None:
+    def pick(settings: list[ddp.Setting], budget_s: float) -> ddp.Setting:
         openers: dict[str, Opener] = {
             str(setting): partial(open_ddp, case, world, batch, setting, compiled=False) for setting in settings
         }
@@ -189,13 +189,13 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
         _give_back_memory()
         working = [setting for setting in settings if str(setting) in times]
         if not working:
-            return None
+            raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
         best: ddp.Setting = world.broadcast_object(min(working, key=lambda s: statistics.median(times[str(s)])))
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
         return best
 
     best = pick(ddp.list_settings(), 0.75 * TUNE_S)
-    return best and pick(list(dict.fromkeys([best, best._replace(is_view=False), ddp.DEFAULT])), 0.25 * TUNE_S)
+    return pick(list(dict.fromkeys([best, best._replace(is_view=False), ddp.DEFAULT])), 0.25 * TUNE_S)
 
 
 def take_turns(
@@ -375,7 +375,8 @@ def run_rank(membership: Membership, wanted: Wanted) -> None:
     with join_world(membership, backend=backend, timeout_s=TIMEOUT_S) as world:
         for case in wanted.list_cases():
             say: Say = partial(print, f"{case.name}:", flush=True) if world.is_first else lambda line: None
-            values += [asdict(row) for row in measure_case(case, world, rounds=rounds, round_s=round_s, say=say)]
+            measure = partial(measure_case, world=world, rounds=rounds, round_s=round_s, compiled=wanted.compiled)
+            values += [asdict(row) for row in measure(case, say=say)]
             if world.is_first and wanted.json_file is not None:
                 write_rows(Path(wanted.json_file), values)
     if world.is_first:
