@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lockstep.errors import LockstepError
+from lockstep.processes import LAUNCHER
 
 # An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
 SHUTDOWN_TIMEOUT_S = 300
@@ -37,6 +38,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     # Its warnings are about processes it closes because we asked it to.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

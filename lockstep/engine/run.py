@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -13,6 +13,7 @@ from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import ImageFolder, check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
+from lockstep.engine.owner import own_folder
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Sink
@@ -38,8 +39,10 @@ def run_rank(
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
         watch_signals() as stop,
         explain_failures(world),
+        ExitStack() as held,
     ):
         folder = world.broadcast_object(folder)
+        held.enter_context(own_folder(folder, world))
         if world.is_first and not resume:
             prepare_folder(folder)
             write_config(folder, config)
