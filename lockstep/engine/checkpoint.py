@@ -1,7 +1,7 @@
 """A run's state on disk: safetensors files and a manifest with their hashes, written aside and renamed (step 10).
 
-A folder `step-00001234/` is either whole or not there. Reading verifies every hash; a damaged checkpoint is passed
-over with a sentence and the one before it is taken.
+A folder `step-00001234/` is either whole or not there. Reading verifies every hash and that all numbers are finite; a
+damaged checkpoint is passed over with a sentence and the one before it is taken.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
         except DamagedCheckpoint as damage:
             warn(f"The checkpoint {path} is damaged ({damage}); taking the one before it.")
     if paths:
-        raise LockstepError(f"Every checkpoint under {folder} is damaged; start again without --resume.")
+        raise LockstepError(f"Every checkpoint under {folder} is damaged; start the run again in another folder.")
     raise LockstepError(f"There is no checkpoint under {folder} to resume from; start without --resume.")
 
 
@@ -111,12 +111,20 @@ def read_checkpoint(path: Path) -> Checkpoint:
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != expected:
                 raise DamagedCheckpoint(f"{name} does not match its hash")
-            files[name.removesuffix(".safetensors")] = load(data)
+            files[name.removesuffix(".safetensors")] = _refuse_infinite(name, load(data))
         return Checkpoint(path, files, manifest["state"])
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename or path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise DamagedCheckpoint("its manifest cannot be read") from error
+
+
+def _refuse_infinite(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What an earlier version wrote after training had run away is whole, and still of no use."""
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise DamagedCheckpoint(f"{name} holds numbers that are not finite, in {key}")
+    return tensors
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

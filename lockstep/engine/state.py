@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger
 from lockstep.engine.build import Parts
-from lockstep.engine.checkpoint import Saved, load_checkpoint, save_checkpoint
+from lockstep.engine.checkpoint import Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.evaluate import average_statistics
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
@@ -80,14 +80,39 @@ def sum_ledger(ledger: Ledger, world: World) -> Ledger:
     return Ledger(int(value), int(count))
 
 
+def find_infinite(parts: Parts) -> str:
+    """Which arrays hold a number that is not finite; empty if none does. Asked once, by one look at the device."""
+    changing = list_changing(parts)
+    statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
+    arrays = changing.over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
+    # The least and the greatest of an array are finite only if all of it is: a NaN is both.
+    extremes = torch.stack([torch.stack(array.aminmax()) for array in arrays.values()])
+    is_finite = extremes.isfinite().all(dim=1).tolist()
+    return ", ".join(name for name, is_good in zip(arrays, is_finite, strict=True) if not is_good)
+
+
+def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None:
+    """End the run rather than write what nobody can go on from; all ranks decide alike, whoever found it."""
+    found = find_infinite(parts)
+    if not world.sum(torch.tensor([int(bool(found))])).item():
+        return
+    good = next(iter(list_checkpoints(folder)), None)
+    raise SharedError(
+        f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was written; "
+        "lower optim.lr or lengthen optim.warmup, and "
+        + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")
+    )
+
+
 def save_state(
     folder: Path, state: State, parts: Parts, world: World, order: Mapping[str, int], *, keep: int
 ) -> Saved | None:
     """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
 
-    `order` is what the data order depends on: seed and number of samples.
+    `order` is what the data order depends on: seed and number of samples. Arrays that are not finite are a SharedError.
     """
     average_statistics(parts.model, world)
+    refuse_infinite(folder, state.step, parts, world)
     ledger = sum_ledger(state.ledger, world)
     if not world.is_first:
         return None

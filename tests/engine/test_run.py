@@ -57,6 +57,20 @@ def test_an_override_that_does_not_fit_leaves_the_run_resumable(
     assert train(images, tmp_path, "train.duration=4st", resume=True) == "finished"
 
 
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_run_that_runs_away_keeps_its_last_finite_checkpoint_and_goes_on_from_it(
+    images: Path, tmp_path: Path, compute: str
+) -> None:
+    """The loss of the last step was still finite: it is computed before the update."""
+    calm = [f"precision.compute={compute}", "train.checkpoint_every=1st", "optim.schedule=constant"]
+    train(images, tmp_path, *calm, "train.duration=1st")
+    wild = [*calm, "optim.trust_coefficient=1e38", "optim.lr=1e30", "train.duration=2st"]
+    with pytest.raises(LockstepError, match=r"no longer finite.* the last good one, .*step-00000001, with --resume"):
+        train(images, tmp_path, *wild, resume=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert train(images, tmp_path, *calm, "train.duration=2st", resume=True) == "finished"
+
+
 def test_a_folder_that_cannot_be_made_is_a_sentence(images: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LockstepError, match=r"cannot be written \(Not a directory\); choose another --out"):

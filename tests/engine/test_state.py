@@ -182,3 +182,36 @@ def test_another_data_order_is_refused(tmp_path: Path, change: dict[str, int]) -
     (name,) = change
     with pytest.raises(LockstepError, match=f"written with {name} = {ORDER[name]}, this run has {change[name]}"):
         load_state(tmp_path, parts, world, ORDER | change, pytest.fail)
+
+
+def spoil(world: World, where: str, rank: int, folder: Path) -> str:
+    parts = build_parts(world)
+    save_state(folder, State(step=1), parts, world, ORDER, keep=1)
+    arrays = {"weights": parts.weights, **parts.rule.state(), "statistics": parts.model.get_buffer("1.running_var")}
+    if world.rank == rank:
+        arrays[where][1] = float("nan")
+    try:
+        save_state(folder, State(step=2), parts, world, ORDER, keep=1)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("where", "name"), [("weights", "weights"), ("statistics", "batch-norm statistics")])
+def test_arrays_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, where: str, name: str) -> None:
+    sentence = spoil(world_of_one(), where, 0, tmp_path)
+    assert f"After step 2 the {name} are no longer finite" in sentence
+    assert f"the last good one, {tmp_path / 'step-00000001'}, with --resume" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_an_optimiser_array_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    kind = next(iter(build_parts(world_of_one()).rule.state()))
+    assert f"the {kind} are no longer finite" in spoil(world_of_one(), kind, 0, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["weights", "statistics"])
+def test_all_ranks_end_alike_whoever_holds_what_is_not_finite(tmp_path: Path, where: str) -> None:
+    sentences = run_ranks(spoil, 2, where, 1, tmp_path)
+    assert all("are no longer finite" in sentence for sentence in sentences)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
