@@ -1,7 +1,9 @@
 """What a step changes, in one list: trials put it back, checkpoints hold it, on any rank count.
 
 Nothing else is saved, because everything else is a function of it: the data order of the cursor, crops and dropout of
-the seed, the learning rate of the step, the half weights of the master weights.
+the seed, the learning rate of the step, the half weights of the master weights. Batch-norm statistics are the one thing
+that differs between ranks: the network is saved with their average, and beside it every rank's own, so that as many
+ranks go on to the last bit as if nobody had stopped them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +20,12 @@ from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger
 from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import Saved, list_checkpoints, load_checkpoint, save_checkpoint
-from lockstep.engine.evaluate import average_statistics
+from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
+
+
+RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
 
 
 @dataclass
@@ -111,12 +116,22 @@ def save_state(
 
     `order` is what the data order depends on: seed and number of samples. Arrays that are not finite are a SharedError.
     """
-    average_statistics(parts.model, world)
-    refuse_infinite(folder, state.step, parts, world)
     ledger = sum_ledger(state.ledger, world)
-    if not world.is_first:
-        return None
-    counters = {
+    ranks = gather_statistics(parts.model, world)
+    with averaged_statistics(parts.model, world):
+        refuse_infinite(folder, state.step, parts, world)
+        if not world.is_first:
+            return None
+        files = _collect_tensors(parts)
+        if world.size > 1 and ranks.numel():
+            files["statistics"] = {RANKS: ranks}
+        return save_checkpoint(folder, state.step, files, _collect_counters(state, ledger, parts, world, order), keep=keep)
+
+
+def _collect_counters(
+    state: State, ledger: Ledger, parts: Parts, world: World, order: Mapping[str, int]
+) -> dict[str, Any]:
+    return {
         "step": state.step,
         "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
         "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
@@ -126,7 +141,6 @@ def save_state(
         "world_size": world.size,
         "order": dict(order),
     }
-    return save_checkpoint(folder, state.step, _collect_tensors(parts), counters, keep=keep)
 
 
 def load_state(
@@ -137,14 +151,15 @@ def load_state(
     Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
     """
     counters: dict[str, Any] = {}
-    failure = ""
+    failure, ranks = "", None
     if world.is_first:
         try:
             checkpoint = load_checkpoint(folder, warn)
             _check_rule(parts, checkpoint.state["rule"])
             _check_order(order, checkpoint.state["order"])
             _fill_tensors(parts, checkpoint.files)
-            counters = checkpoint.state
+            ranks = _find_ranks(parts, world, checkpoint.files)
+            counters = checkpoint.state | {"has_ranks": ranks is not None}
         except LockstepError as error:
             failure = str(error)
     failure = world.broadcast_object(failure)
@@ -154,6 +169,8 @@ def load_state(
     changing = list_changing(parts)
     for array in (*changing.over_layout.values(), *changing.statistics.values()):
         world.broadcast(array)
+    if counters["has_ranks"]:
+        _share_ranks(parts, world, ranks)
     refresh(parts)
     parts.rule.step_count = counters["rule_steps"]
     # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
@@ -175,6 +192,21 @@ def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
         for name, array in named_arrays(flat, parts.layout).items()
     }
     return {"model": network, "optimizer": optimizer}
+
+
+def _find_ranks(parts: Parts, world: World, files: dict[str, dict[str, Tensor]]) -> Tensor | None:
+    """Each rank's own running statistics, if as many ranks wrote the checkpoint; others start from the average."""
+    ranks = files.get("statistics", {}).get(RANKS)
+    expected = (world.size, flatten_statistics(parts.model).numel())
+    return ranks if ranks is not None and tuple(ranks.shape) == expected else None
+
+
+def _share_ranks(parts: Parts, world: World, ranks: Tensor | None) -> None:
+    """Give every rank its row of what rank 0 has read."""
+    own = flatten_statistics(parts.model)
+    rows = own.new_zeros(world.size, own.numel()) if ranks is None else ranks.to(own)
+    world.broadcast(rows)
+    fill_statistics(parts.model, rows[world.rank])
 
 
 def _name_rule(parts: Parts) -> str:
