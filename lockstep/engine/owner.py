@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError, SharedError
+from lockstep.files import clear_leftovers
 
 LOCK_FILE = ".lock"
 
@@ -24,6 +25,8 @@ def own_folder(folder: Path, world: World) -> Iterator[None]:
     if world.is_first:
         try:
             file = lock_folder(folder)
+            clear_leftovers(folder)
+            clear_leftovers(folder / "checkpoints")
         except LockstepError as error:
             failure = str(error)
     try:

@@ -17,6 +17,7 @@ from lockstep.engine.owner import own_folder
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Sink
+from lockstep.files import write_whole
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -72,7 +73,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
     """Leave the resolved configuration in the run's folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+        write_whole(folder / "config.toml", to_toml(config))
     except OSError as error:
         raise LockstepError(
             f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."

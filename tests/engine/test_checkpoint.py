@@ -216,14 +216,14 @@ def test_a_manifest_that_cannot_be_written_leaves_the_older_ones_and_no_debris(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 1)
-    honest = checkpoint._write
+    honest = checkpoint.write_flushed
 
     def fail_at_the_manifest(path: Path, data: bytes) -> None:
         if path.name == "manifest.json":
             raise OSError(28, "No space left on device")
         honest(path, data)
 
-    monkeypatch.setattr(checkpoint, "_write", fail_at_the_manifest)
+    monkeypatch.setattr(checkpoint, "write_flushed", fail_at_the_manifest)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, 1, keep=1)  # not even the same step's older self is lost
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -133,3 +133,10 @@ def test_a_rank_whose_launcher_is_gone_already_does_not_start() -> None:
         text=True,
     )
     assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_what_a_killed_write_left_aside_is_gone_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".aside-step-00000003").mkdir(parents=True)
+    (tmp_path / ".aside-config.toml-1-1").write_text("half")
+    with own_folder(tmp_path, world_of_one()):
+        assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", ".lock"}
