@@ -186,12 +186,11 @@ def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: boo
 
 def _find_last_run(target: str) -> Path:
     name, _ = read.load_recipe(target)
-    runs = sorted(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/checkpoints/step-*/manifest.json"))
+    runs = sorted(file.parent for file in Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
     if not runs:
-        raise LockstepError(
-            f"No run of {name} with a checkpoint lies under runs/; start without --resume, or give --out."
-        )
-    return runs[-1].parents[2]
+        raise LockstepError(f"No run of {name} lies under runs/; start without --resume, or give --out.")
+    # One that ended before its first checkpoint is gone on with only if there is no other.
+    return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
 
 
 def _open_sink(world: "World", folder: Path) -> "Sink":

@@ -97,7 +97,7 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
             warn(f"The checkpoint {path} is damaged ({damage}); taking the one before it.")
     if paths:
         raise LockstepError(f"Every checkpoint under {folder} is damaged; start the run again in another folder.")
-    raise LockstepError(f"There is no checkpoint under {folder} to resume from; start without --resume.")
+    raise LockstepError(f"There is no checkpoint under {folder} to resume from; check the path.")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
