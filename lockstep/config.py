@@ -19,6 +19,8 @@ from pydantic_core import CoreSchema, core_schema
 class Duration:
     """A length of training in epochs ("90ep", "0.5ep") or steps ("1500st")."""
 
+    LONGEST: ClassVar[float] = 1e12
+
     value: float
     unit: Literal["ep", "st"]
 
@@ -32,10 +34,11 @@ class Duration:
             value = float(text[:-2])
         except ValueError:
             value = math.nan
-        if text[-2:] == "ep" and math.isfinite(value) and value >= 0:
-            return cls(value, "ep")
-        if text[-2:] == "st" and value >= 0 and value.is_integer():
-            return cls(value, "st")
+        unit = text[-2:]
+        if (unit == "ep" and 0 <= value < math.inf) or (unit == "st" and value >= 0 and value.is_integer()):
+            if value > cls.LONGEST:
+                raise ValueError(f"at most {cls.LONGEST:g}{unit}")
+            return cls(value, "ep" if unit == "ep" else "st")
         raise ValueError('a duration, in epochs such as "90ep" or whole steps such as "1500st"')
 
     def steps(self, steps_per_epoch: int) -> int:
@@ -55,6 +58,12 @@ class Duration:
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Triple = Annotated[tuple[float, float, float], Field(strict=False)]
 Durations = Annotated[tuple[Duration, ...], Field(strict=False)]
+
+# No run asks for more, and every number below them is exact, or finite, wherever it is used.
+MOST = 10**9
+LONGEST_S = 1e7
+LARGEST = 1e38  # in FP32
+LONGEST_SHOWN = 200  # characters of a value in a sentence
 
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -86,7 +95,7 @@ class ImageSize(Section):
     section = "data.image_sizes"
 
     until: Duration = Field(examples=["6ep"], description="the first epochs, a whole number of them")
-    size: int = Field(ge=1, examples=[160], description="side of the square the network sees, in pixels")
+    size: int = Field(ge=1, le=1 << 16, examples=[160], description="side of the square the network sees, in pixels")
 
 
 ImageSizes = Annotated[tuple[ImageSize, ...], Field(strict=False)]
@@ -102,14 +111,14 @@ class DataConfig(Section):
     path: str = Field(
         default="", description="folder that holds train/ and val/, or their packed shards, for source = folder"
     )
-    train_images: int = Field(default=4096, ge=1, description="training samples to generate")
-    val_images: int = Field(default=1024, ge=1, description="validation samples to generate")
-    image_size: int = Field(default=224, ge=1, description="side of the square the network sees, in pixels")
+    train_images: int = Field(default=4096, ge=1, le=MOST, description="training samples to generate")
+    val_images: int = Field(default=1024, ge=1, le=MOST, description="validation samples to generate")
+    image_size: int = Field(default=224, ge=1, le=1 << 16, description="side of the square the network sees, in pixels")
     image_sizes: ImageSizes = Field(
         default=(), description='smaller images for the first epochs, such as [{until = "6ep", size = 160}]'
     )
     eval_resize: int = Field(
-        default=256, ge=1, description="short side before the central crop at evaluation, in pixels"
+        default=256, ge=1, le=1 << 16, description="short side before the central crop at evaluation, in pixels"
     )
     crop_area: Pair = Field(default=(0.08, 1.0), description="least and greatest share of the area a random crop keeps")
     crop_ratio: Pair = Field(
@@ -124,11 +133,16 @@ class DataConfig(Section):
         default="auto", description="who decodes training images; auto: on a GPU nvJPEG, and threads where they help"
     )
     read_processes: int = Field(
-        default=2, ge=0, description="processes of a rank that read files for nvJPEG; 0: its own threads do"
+        default=2, ge=0, le=1 << 12, description="processes of a rank that read files for nvJPEG; 0: its own threads do"
     )
-    decode_threads: int = Field(default=0, ge=0, description="decoding threads of a rank; 0: from the cores it may use")
+    decode_threads: int = Field(
+        default=0, ge=0, le=1 << 12, description="decoding threads of a rank; 0: from the cores it may use"
+    )
     prefetch_batches: int = Field(
-        default=0, ge=0, description="batches prepared ahead of the step; 0: as many as it takes, by measurement"
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="batches prepared ahead of the step; 0: as many as it takes, by measurement",
     )
     resident: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -138,7 +152,10 @@ class DataConfig(Section):
         default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"
     )
     read_timeout_s: float = Field(
-        default=60.0, gt=0, description="how long a sample's bytes may take to come before it counts as unreadable"
+        default=60.0,
+        gt=0,
+        le=LONGEST_S,
+        description="how long a sample's bytes may take to come before it counts as unreadable",
     )
 
     @model_validator(mode="after")
@@ -156,6 +173,8 @@ class DataConfig(Section):
         low, high = self.crop_ratio
         if not 0 < low <= high:
             raise ValueError(f"data.crop_ratio = {show(self.crop_ratio)} must be two rising numbers above 0")
+        if low < 0.001 or high > 1000:
+            raise ValueError(f"data.crop_ratio = {show(self.crop_ratio)} must lie between 0.001 and 1000")
         for step in self.image_sizes:
             if step.until.unit != "ep" or step.until.value != int(step.until.value) or step.until.value < 1:
                 raise ValueError(
@@ -168,6 +187,11 @@ class DataConfig(Section):
             )
         if min(self.std) <= 0:
             raise ValueError(f"data.std = {show(self.std)} must be three numbers above 0")
+        if min(self.std) < 1e-6 or max(*self.std, *map(abs, self.mean)) > 1e6:
+            raise ValueError(
+                f"data.mean = {show(self.mean)} and data.std = {show(self.std)} must be of images in [0, 1]; give "
+                "numbers of at most a million, and no std below 0.000001"
+            )
         return self
 
 
@@ -189,7 +213,9 @@ class ModelConfig(Section):
     stem: Literal["imagenet", "cifar"] = Field(
         default="imagenet", description="first layers: for large or for small images"
     )
-    width: int = Field(default=64, ge=1, description="channels of the first stage; 64 is the published network")
+    width: int = Field(
+        default=64, ge=1, le=1 << 16, description="channels of the first stage; 64 is the published network"
+    )
     zero_init_residual: bool = Field(
         default=True, description="start the last batch norm of each residual block at zero"
     )
@@ -230,26 +256,28 @@ class OptimConfig(Section):
     }
 
     name: Literal["sgd", "lars", "lamb"] = Field(default="sgd", description="the update rule")
-    lr: float = Field(gt=0, examples=[0.1], description="learning rate after warm-up")
+    lr: float = Field(gt=0, le=LARGEST, examples=[0.1], description="learning rate after warm-up")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd and lars")
     nesterov: bool = Field(default=False, description="Nesterov's form of momentum (sgd)")
-    weight_decay: float = Field(default=1e-4, ge=0, description="weight decay, added to the gradient")
+    weight_decay: float = Field(default=1e-4, ge=0, le=LARGEST, description="weight decay, added to the gradient")
     decay_norm_and_bias: bool = Field(default=False, description="decay batch-norm parameters and biases too")
     adapt_norm_and_bias: bool = Field(
         default=False, description="give batch-norm parameters and biases a trust ratio too"
     )
-    trust_coefficient: float = Field(default=0.001, gt=0, description="eta of the trust ratio (lars)")
-    epsilon: float = Field(default=0.0, ge=0, description="added to the trust ratio's denominator (lars)")
+    trust_coefficient: float = Field(default=0.001, gt=0, le=LARGEST, description="eta of the trust ratio (lars)")
+    epsilon: float = Field(default=0.0, ge=0, le=LARGEST, description="added to the trust ratio's denominator (lars)")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's running mean (lamb)")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the squared gradient's running mean (lamb)")
-    lamb_epsilon: float = Field(default=1e-6, gt=0, description="added to the root of the second moment (lamb)")
+    lamb_epsilon: float = Field(
+        default=1e-6, gt=0, le=LARGEST, description="added to the root of the second moment (lamb)"
+    )
     schedule: Literal["constant", "poly", "cosine", "step"] = Field(
         default="cosine", description="learning rate after warm-up"
     )
     warmup: Duration = Field(default=Duration(0, "ep"), description="the learning rate rises linearly for this long")
-    warmup_lr: float = Field(default=0.0, ge=0, description="learning rate at step 0 of the warm-up")
-    end_lr: float = Field(default=0.0, ge=0, description="learning rate at the end (poly, cosine)")
-    power: float = Field(default=2.0, gt=0, description="exponent of the decay (poly)")
+    warmup_lr: float = Field(default=0.0, ge=0, le=LARGEST, description="learning rate at step 0 of the warm-up")
+    end_lr: float = Field(default=0.0, ge=0, le=LARGEST, description="learning rate at the end (poly, cosine)")
+    power: float = Field(default=2.0, gt=0, le=1e3, description="exponent of the decay (poly)")
     milestones: Durations = Field(default=(), description="when the learning rate drops, counted from step 0 (step)")
     gamma: float = Field(default=0.1, gt=0, le=1, description="factor of each drop (step)")
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of the target spread over all classes")
@@ -283,10 +311,10 @@ class PrecisionConfig(Section):
     loss_scale: Literal["dynamic", "static"] = Field(
         default="dynamic", description="halved by an overflow and doubled after good steps, or left alone (fp16)"
     )
-    initial_scale: float = Field(default=2.0**16, gt=0, description="loss scale of the first step (fp16)")
-    growth_steps: int = Field(default=2000, ge=1, description="good steps after which the loss scale doubles")
-    min_scale: float = Field(default=1.0, gt=0, description="the loss scale never falls below this")
-    max_scale: float = Field(default=2.0**24, gt=0, description="the loss scale never rises above this")
+    initial_scale: float = Field(default=2.0**16, gt=0, le=LARGEST, description="loss scale of the first step (fp16)")
+    growth_steps: int = Field(default=2000, ge=1, le=MOST, description="good steps after which the loss scale doubles")
+    min_scale: float = Field(default=1.0, gt=0, le=LARGEST, description="the loss scale never falls below this")
+    max_scale: float = Field(default=2.0**24, gt=0, le=LARGEST, description="the loss scale never rises above this")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -311,11 +339,13 @@ class CommConfig(Section):
     algorithm: Literal["auto", "flat", "hierarchical", "torus", "doubling"] = Field(
         default="auto", description="how a buffer is summed; auto: measured, for each buffer"
     )
-    group_size: int = Field(default=0, ge=0, description="ranks in a group; 0: those of a node")
+    group_size: int = Field(default=0, ge=0, le=1 << 20, description="ranks in a group; 0: those of a node")
     fusion: Literal["auto", "merged", "two-segments", "threshold"] = Field(
         default="auto", description="which gradients travel together; auto: each rule tried"
     )
-    buffer_mb: float = Field(default=25.0, gt=0, description="size of a fused buffer under the threshold rule, in MiB")
+    buffer_mb: float = Field(
+        default=25.0, gt=0, le=1e6, description="size of a fused buffer under the threshold rule, in MiB"
+    )
     overlap: Literal["auto", "on", "off"] = Field(
         default="auto", description="reduce buffers while backward still runs; auto: measured"
     )
@@ -325,8 +355,12 @@ class CommConfig(Section):
         description="where half-precision sums are divided: before, by the root on both sides, in FP32",
     )
     cluster: str = Field(default="", description="a cluster file; the nodes are found from host names if empty")
-    tune_s: float = Field(default=20.0, ge=0, description="longest time for measuring before step 0; 0: not at all")
-    timeout_s: float = Field(default=600.0, gt=0, description="a rank silent for this long ends the run, in seconds")
+    tune_s: float = Field(
+        default=20.0, ge=0, le=LONGEST_S, description="longest time for measuring before step 0; 0: not at all"
+    )
+    timeout_s: float = Field(
+        default=600.0, gt=0, le=LONGEST_S, description="a rank silent for this long ends the run, in seconds"
+    )
 
 
 class TrainConfig(Section):
@@ -334,18 +368,18 @@ class TrainConfig(Section):
 
     section = "train"
 
-    global_batch: int = Field(ge=1, examples=[256], description="samples of one step over all ranks")
+    global_batch: int = Field(ge=1, le=MOST, examples=[256], description="samples of one step over all ranks")
     duration: Duration = Field(examples=["90ep"], description="length of the whole run")
-    seed: int = Field(default=0, ge=0, description="decides weights, order and crops")
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="decides weights, order and crops")
     max_batch_per_rank: int = Field(
-        default=256, ge=1, description="a larger share runs in several passes whose gradients add"
+        default=256, ge=1, le=MOST, description="a larger share runs in several passes whose gradients add"
     )
     eval_every: Duration = Field(default=Duration(1, "ep"), description='between evaluations; "0st": only at the end')
     checkpoint_every: Duration = Field(
         default=Duration(1, "ep"), description='between checkpoints; "0st": only at the end'
     )
-    keep_checkpoints: int = Field(default=2, ge=1, description="how many of the last checkpoints stay")
-    log_every: int = Field(default=10, ge=1, description="steps between step records")
+    keep_checkpoints: int = Field(default=2, ge=1, le=1 << 20, description="how many of the last checkpoints stay")
+    log_every: int = Field(default=10, ge=1, le=MOST, description="steps between step records")
     own_kernels: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton and the GPU can",
@@ -404,5 +438,9 @@ def to_toml(config: RunConfig) -> str:
 
 
 def show(value: object) -> str:
-    """A value as a recipe writes it."""
-    return json.dumps(value, default=str, ensure_ascii=False)
+    """A value as a recipe writes it; of one without end, its beginning."""
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, RecursionError):  # integers of thousands of digits, tables without end
+        return "what was given"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

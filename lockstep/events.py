@@ -10,10 +10,14 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import NoneType, UnionType
+from typing import Any, Literal, Protocol, get_args, get_origin
 
 from lockstep.errors import LockstepError
+
+LARGEST = 2**63  # beyond any number of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +200,7 @@ class EventLog:
         self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def emit(self, event: Event) -> None:
-        line = (b"\n" if self._is_torn else b"") + encode(event).encode() + b"\n"
+        line = (b"\n" if self._is_torn else b"") + encode(event).encode(errors="backslashreplace") + b"\n"
         try:
             # One unbuffered write: a record is on disk or torn, never late.
             self._is_torn = os.write(self._file, line) < len(line)
@@ -225,19 +229,42 @@ def decode(line: str) -> Event | None:
     """The record of a line; None for a torn line or a kind this version does not know."""
     try:
         values = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    kind = KINDS.get(values.pop("kind", "")) if isinstance(values, dict) else None
+    name = values.pop("kind", None) if isinstance(values, dict) else None
+    kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
-    known = {item.name: item.type for item in fields(kind)}
-    return kind(
-        **{
-            name: math.nan if value is None and known[name] is float else value
-            for name, value in values.items()
-            if name in known
-        }
-    )
+    known = _list_fields(kind)
+    return kind(**{name: _read_value(name, value, known[name]) for name, value in values.items() if name in known})
+
+
+@cache
+def _list_fields(kind: type[Event]) -> dict[str, Any]:
+    return {item.name: item.type for item in fields(kind)}
+
+
+def _read_value(name: str, value: Any, wanted: Any) -> Any:
+    """A field's value; TypeError for one that no version wrote there."""
+    if wanted is float and value is None:
+        return math.nan
+    if not _fits(value, wanted):
+        raise TypeError(f"a record's {name} is no {getattr(wanted, '__name__', wanted)}")
+    return value
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of an annotation's kind; a word unknown to this version is still a word."""
+    if isinstance(wanted, UnionType):
+        return any(_fits(value, choice) for choice in get_args(wanted))
+    if wanted is NoneType:
+        return value is None
+    if wanted is int:
+        return type(value) is int and abs(value) < LARGEST
+    if wanted is float:
+        return type(value) in (int, float) and abs(value) < LARGEST  # which no NaN is
+    origin = get_origin(wanted)
+    return isinstance(value, str if origin is Literal else origin or wanted)
 
 
 def read_events(path: Path) -> list[Event]:

@@ -18,7 +18,8 @@ _count = itertools.count()
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Replace a file by this content, or leave it as it was; OSError says why."""
-    data = content.encode() if isinstance(content, str) else content
+    # A file's name may be no UTF-8; JSON has the same escape for it.
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     aside = path.with_name(f"{ASIDE}{path.name}-{os.getpid()}-{next(_count)}")
     try:
         write_flushed(aside, data)

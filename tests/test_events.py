@@ -222,3 +222,9 @@ def test_a_log_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
 def test_a_missing_log_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match=r"^Cannot read the event log .*: No such file or directory\.$"):
         read_events(tmp_path / "events.jsonl")
+
+
+def test_a_name_that_is_no_utf_8_is_written_and_read_back(tmp_path: Path) -> None:
+    notice = Notice(level="warning", text=os.fsdecode(b"caf\xe9.jpeg cannot be read"))
+    write(tmp_path / "events.jsonl", [notice])
+    assert read_events(tmp_path / "events.jsonl") == [notice]

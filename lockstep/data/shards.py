@@ -98,7 +98,7 @@ class Shards:
         return self._open(self._path(index)).read(BLOCK * int(self._blocks[index]), int(self._lengths[index]))
 
     def fingerprint(self) -> dict[str, str]:
-        """Whether it is still the same data: labels, lengths and checksums."""
+        """What tells this data from other: labels, lengths and checksums."""
         return self._fingerprint
 
     def where(self, index: int) -> str:

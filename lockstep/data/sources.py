@@ -85,7 +85,7 @@ class ImageFolder:
         return measure_plain(self._path(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """Whether it is still the same data: names and labels. Not the files' sizes: a million would have to be asked."""
+        """What tells this data from other: names and labels. Not sizes: a million files would have to be asked."""
         names = hash_arrays(self.paths, self.ends)
         return {"labels": hash_labels(self.classes, self.labels), "names": names}
 

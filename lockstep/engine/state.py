@@ -25,7 +25,6 @@ from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatt
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
 
-
 RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
 
 
@@ -113,8 +112,8 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
         return
     good = next(iter(list_checkpoints(folder)), None)
     raise SharedError(
-        f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was written; "
-        "lower optim.lr or lengthen optim.warmup, and "
+        f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was "
+        "written; lower optim.lr or lengthen optim.warmup, and "
         + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")
     )
 
@@ -168,7 +167,8 @@ def load_state(
     """Go on from the last good checkpoint; also returns who wrote it.
 
     With another global batch the run keeps its place in the data, and the step is the one that starts there in such
-    batches (`step_at`). Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
+    batches (`step_at`). Rank 0 reads, the others receive, so that only one needs the disk and all agree on which
+    checkpoint it is.
     """
     counters: dict[str, Any] = {}
     failure, ranks = "", None

@@ -358,7 +358,8 @@ class Trainer:
             place = f"epoch {self.state.cursor.epoch + 1}, sample {self.state.cursor.position + 1:,}"
             self._inform(
                 f"train.global_batch was {written.global_batch} and is {self.config.train.global_batch}: the run keeps "
-                f"its place in the data ({place}), which is step {self.state.step} of {self.total_steps} in such batches."
+                f"its place in the data ({place}), which is step {self.state.step} of {self.total_steps} in such "
+                "batches."
             )
 
     def _emit(self, event: Event) -> None:

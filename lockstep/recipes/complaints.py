@@ -5,7 +5,7 @@ import difflib
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lockstep.config import KEYS, SECTIONS, ImageSize, RunConfig, Section, show
+from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, ImageSize, RunConfig, Section, show
 
 # How each kind of pydantic error completes "KEY = VALUE must be …".
 RULES = {
@@ -14,6 +14,7 @@ RULES = {
     "int_type": "a whole number, such as {example}",
     "bool_type": "true or false",
     "string_type": "text in quotes",
+    "string_unicode": "text in UTF-8",
     "tuple_type": "a list, such as {example}",
     "too_long": "a list of {max_length} values, such as {example}",
     "model_type": "a table of keys",
@@ -44,6 +45,8 @@ def describe_unknown(key: str) -> str:
         shared = len(words & known_words) / len(words | known_words)
         return _ratio(key, known) + _ratio(name, known_name) + shared
 
+    if len(key) > LONGEST_SHOWN:
+        return f"There is no key {key[:LONGEST_SHOWN]}…"
     return f"There is no key {key}; the nearest is {max((*SECTIONS, *KEYS), key=likeness)}"
 
 
@@ -63,7 +66,8 @@ def _problem(error: ErrorDetails) -> str:
     example = _example(names)
     if kind == "missing":
         return f"{key} is missing; give a value such as {example}"
-    return f"{key} = {show(error['input'])} must be {RULES[kind].format(example=example, **context)}"
+    rule = RULES.get(kind, "something else, such as {example}").format(example=example, **context)
+    return f"{key} = {show(error['input'])} must be {rule}"
 
 
 def _example(names: list[str]) -> str:

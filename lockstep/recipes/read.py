@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.config import KEYS, SECTIONS, RunConfig
+from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig
 from lockstep.errors import LockstepError
+from lockstep.files import read_small
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
+
+MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
 
 
 class RecipeInfo(NamedTuple):
@@ -26,8 +29,10 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, 
     name, where, text = _find(name_or_path)
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise LockstepError(f"{where} is not valid TOML: {error}.") from None
+    except RecursionError:
+        raise LockstepError(f"{where} is nested too deeply; give a recipe of plain tables.") from None
+    except ValueError as error:  # no TOML, or an integer of thousands of digits
+        raise LockstepError(f"{where} is not valid TOML: {str(error).rstrip('.')}.") from None
     if overrides:
         raw, where = apply_overrides(raw, overrides), f"{where} with --set"
     try:
@@ -43,9 +48,10 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
-            raise LockstepError(f"--set {override} has no value; write --set {key}=VALUE.")
+            key = key[:LONGEST_SHOWN]
+            raise LockstepError(f"--set {key} has no value; write --set {key}=VALUE.")
         if key not in (*SECTIONS, *KEYS):
-            raise LockstepError(f"{describe_unknown(key)} (--set {override}).")
+            raise LockstepError(f"{describe_unknown(key)} (--set {override[:LONGEST_SHOWN]}).")
         section, _, name = key.rpartition(".")
         if not section:
             result[name] = _toml_value(text)
@@ -93,7 +99,7 @@ def _find(name_or_path: str) -> tuple[str, str, str]:
         if not path.exists():
             raise LockstepError(f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, MAX_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise LockstepError(_no_recipe(name_or_path)) from None
     except OSError as error:
@@ -123,5 +129,5 @@ def _first_sentence(text: str) -> str:
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text

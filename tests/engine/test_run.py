@@ -110,7 +110,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_when_resumed(imag
 
 
 def test_a_resume_with_another_global_batch_keeps_its_place_and_counts_anew(images: Path, tmp_path: Path) -> None:
-    """130 samples: 7 steps of 28 end 56 samples into the second epoch; two steps of 56 are left of it, of six in all."""
+    """130 samples: 7 steps of 28 end 56 samples into the second epoch; two steps of 56 are left of it."""
     train(images, tmp_path, "train.duration=7st")
     heard = listen(images, tmp_path, "train.global_batch=56", "train.duration=3ep")
     said = texts(heard)
@@ -142,7 +142,8 @@ def test_a_resume_says_in_one_line_what_is_asked_for_anew(images: Path, tmp_path
     said = texts(listen(images, tmp_path, "train.duration=4st", "optim.weight_decay=0.001"))
     changes = [text for text in said if text.startswith("Going on with other settings")]
     assert changes == [
-        'Going on with other settings: optim.weight_decay was 0.0001 and is 0.001; train.duration was "3st" and is "4st".'
+        "Going on with other settings: optim.weight_decay was 0.0001 and is 0.001; "
+        'train.duration was "3st" and is "4st".'
     ]
 
 
