@@ -1,6 +1,14 @@
-"""`python -m lockstep`, which is how the launcher starts each rank."""
+"""`lockstep` and `python -m lockstep`, which is how the launcher starts each rank."""
 
-from lockstep.cli import main
+from lockstep.processes import quit_on_interrupt
+
+
+def main() -> None:
+    """Run a command; Ctrl-C is answered without a traceback while its modules are still being read."""
+    with quit_on_interrupt():
+        from lockstep import cli
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,7 @@
 """The commands. Each imports its package only when it runs, so that --help and mistakes answer at once."""
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
-from lockstep.processes import follow_launcher
+from lockstep.processes import end_on_second, follow_launcher, quit_on_interrupt
 from lockstep.recipes import read
 
 if TYPE_CHECKING:
@@ -79,12 +80,13 @@ def train(
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
     name, folder, wanted = _plan_run(target, settings or [], out, resume=resume)
 
-    from lockstep.comm.world import read_membership
-    from lockstep.engine.build import check_shares, open_sources
-    from lockstep.engine.launch import choose_num_ranks, launch_ranks
-    from lockstep.engine.owner import check_unowned
-    from lockstep.engine.run import prepare_folder, run_rank
-    from lockstep.report.display import progress
+    with quit_on_interrupt():
+        from lockstep.comm.world import read_membership
+        from lockstep.engine.build import check_shares, open_sources
+        from lockstep.engine.launch import choose_num_ranks, launch_ranks
+        from lockstep.engine.owner import check_unowned
+        from lockstep.engine.run import prepare_folder, run_rank
+        from lockstep.report.display import progress
 
     membership = read_membership(os.environ)
     console = Console()
@@ -98,7 +100,8 @@ def train(
             prepare_folder(folder)
         if num_ranks > 1:
             arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
-            status = launch_ranks(num_ranks, [*arguments, *(f"--set={setting}" for setting in settings or [])])
+            with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
+                status = launch_ranks(num_ranks, [*arguments, *(f"--set={setting}" for setting in settings or [])])
             raise typer.Exit(status)
     elif ranks is not None and ranks != membership.size:
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
@@ -117,13 +120,14 @@ def tune(
     show: Annotated[bool, typer.Option("--show", help="Explain every plan remembered, measure nothing.")] = False,
 ) -> None:
     """Measure how a recipe's step is best taken on these ranks, and remember it for later runs."""
-    from lockstep.comm.world import join_world, read_membership
-    from lockstep.engine.build import check_shares, open_sources
-    from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
-    from lockstep.engine.measure import default_plan_folder, tune_recipe
-    from lockstep.engine.run import explain_failures
-    from lockstep.plan.files import read_profile
-    from lockstep.report.display import progress
+    with quit_on_interrupt():
+        from lockstep.comm.world import join_world, read_membership
+        from lockstep.engine.build import check_shares, open_sources
+        from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
+        from lockstep.engine.measure import default_plan_folder, tune_recipe
+        from lockstep.engine.run import explain_failures
+        from lockstep.plan.files import read_profile
+        from lockstep.report.display import progress
 
     console = Console()
     if show:

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, get_args, get_origin
@@ -176,6 +175,11 @@ KINDS: dict[str, type[Event]] = {
 }
 
 
+FIELDS: dict[type[Event], dict[str, Any]] = {
+    kind: {item.name: item.type for item in fields(kind)} for kind in KINDS.values()
+}
+
+
 class Sink(Protocol):
     """Whatever listens to a run."""
 
@@ -235,13 +239,8 @@ def decode(line: str) -> Event | None:
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         return None
-    known = _list_fields(kind)
+    known = FIELDS[kind]
     return kind(**{name: _read_value(name, value, known[name]) for name, value in values.items() if name in known})
-
-
-@cache
-def _list_fields(kind: type[Event]) -> dict[str, Any]:
-    return {item.name: item.type for item in fields(kind)}
 
 
 def _read_value(name: str, value: Any, wanted: Any) -> Any:

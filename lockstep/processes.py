@@ -1,18 +1,24 @@
-"""A rank ends with the process that started it, so that none trains on unseen. Torch-free.
+"""How a process ends: with the one that started it, and at once for whoever asks twice. Torch-free.
 
-The launcher leaves its number in the environment (`engine/launch.py`); `cli.py` calls this before anything else. The
-kernel does the rest: it needs no thread, and it also reaches a rank that is stuck.
+A rank ends with its launcher, so that none trains on unseen. The launcher leaves its number in the environment
+(`engine/launch.py`); `cli.py` reads it before anything else. The kernel does the rest: it needs no thread, and it also
+reaches a rank that is stuck.
 """
 
-import ctypes
 import os
 import signal
-from collections.abc import MutableMapping
+import threading
+import time
+from collections.abc import Collection, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import FrameType
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # the process that started this rank
 # What torchrun and srun leave in the environment. A rank started by hand may outlive its shell, as after `nohup`.
 STARTERS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
 PR_SET_PDEATHSIG = 1
+# One Ctrl-C may come twice, from the terminal and from whoever passes it on; nobody asks again so soon.
+APART_S = 0.3
 
 
 def follow_launcher(environment: MutableMapping[str, str]) -> None:
@@ -26,9 +32,61 @@ def follow_launcher(environment: MutableMapping[str, str]) -> None:
 
 def follow_parent(parent: int) -> None:
     """Be killed when the parent ends, however it ends; without a word where the system has no such thing."""
+    import ctypes
+
     try:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (AttributeError, OSError, TypeError):
         return
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
+
+
+@contextmanager
+def quit_on_interrupt() -> Iterator[None]:
+    """While inside, Ctrl-C ends the process with a word: for imports, which an exception would leave half done."""
+
+    def quit_now(number: int, _frame: FrameType | None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, b"lockstep: interrupted.\n")
+        os._exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, quit_now)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def end_on_second(numbers: Collection[int]) -> Iterator[None]:
+    """While inside, one of these signals that comes a second time ends the process.
+
+    Handlers run in the main thread, which may be stuck in a read that never returns. The number of every signal also
+    goes down a pipe, from the handler in C, and a thread waits at its end.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_wait_for_second, args=(reader, numbers), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)  # which ends the thread
+        thread.join()
+        os.close(reader)
+
+
+def _wait_for_second(reader: int, numbers: Collection[int]) -> None:
+    firsts: dict[int, float] = {}
+    while heard := os.read(reader, 64):
+        for number in heard:
+            now = time.monotonic()
+            if number in numbers and now - firsts.setdefault(number, now) > APART_S:
+                os.write(2, b"lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.\n")
+                os._exit(128 + number)

@@ -18,6 +18,7 @@ from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Notice, Sink
 from lockstep.files import write_whole
+from lockstep.processes import end_on_second
 from lockstep.recipes.read import load_recipe
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
@@ -125,7 +126,7 @@ def is_scanned(sources: Sources | None) -> bool:
 
 @contextmanager
 def watch_signals() -> Iterator[StopRequest]:
-    """While inside, a stop signal is only noted; the trainer acts on it between two steps."""
+    """While inside, a stop signal is only noted, and the trainer acts on it between two steps; a second one ends it."""
     request = StopRequest()
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -133,7 +134,8 @@ def watch_signals() -> Iterator[StopRequest]:
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        yield request
+        with end_on_second((signal.SIGINT, signal.SIGTERM)):
+            yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,0 +1,123 @@
+"""How processes end: at once when asked twice, and without a traceback when asked early."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.processes import APART_S
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+
+# A first signal is noted and the read goes on; so it did with the second.
+STUCK = (
+    "import os; from lockstep.engine.run import watch_signals\n"
+    "with watch_signals() as stop:\n"
+    "    print('reading', flush=True)\n"
+    "    os.read(os.pipe()[0], 1)\n"
+)
+
+
+def start(line: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", line],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(commands.ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_process_stuck_in_a_read(number: signal.Signals) -> None:
+    process = start(STUCK)
+    process.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):  # the first one is only noted
+        process.wait(2 * APART_S)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=5)
+    assert process.returncode == 128 + number
+    assert err == "lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.\n"
+
+
+def test_one_signal_that_comes_twice_at_once_is_one() -> None:
+    process = start(STUCK)
+    process.send_signal(signal.SIGINT)
+    time.sleep(APART_S / 10)
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.kill()
+    process.communicate()
+
+
+def test_two_different_signals_are_not_one_that_came_twice() -> None:
+    process = start(STUCK)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        process.send_signal(number)
+        time.sleep(1.5 * APART_S)
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_control_c_ends_launcher_and_ranks_though_one_is_stuck(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*tiny_settings(tmp_path), "data.source=generated", 'data.path=""', "data.train_images=64"]
+    settings += ["data.val_images=20", "train.duration=4000ep", "train.eval_every=0st"]
+    process = commands.start(
+        "train",
+        "quickstart",
+        "--ranks=2",
+        f"--out={run}",
+        *[f"--set={s}" for s in settings],
+        LOCKSTEP_CACHE=str(tmp_path),
+    )
+    commands.wait_for_step(run, 2, process)
+    ranks = commands.list_children(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2 * APART_S)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    status, out, err = commands.finish(process, timeout_s=10)
+    assert status == 130
+    assert "stopped at once" in err
+    assert "Traceback" not in out + err
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# The program, with a Ctrl-C just as it begins to read a module.
+EARLY = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[0]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.argv.pop(0)
+sys.meta_path.insert(0, Interrupt())
+from lockstep.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "pydantic", "lockstep.recipes.read", "torch", "lockstep.engine.run"])
+def test_control_c_while_modules_are_read_prints_no_traceback(module: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", EARLY, module, "train", "quickstart", "--ranks=1"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(commands.ROOT), "LOCKSTEP_CACHE": str(tmp_path)},
+    )
+    assert (result.returncode, result.stderr) == (130, "lockstep: interrupted.\n")
