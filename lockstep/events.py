@@ -2,6 +2,9 @@
 
 The last stop of the walk: `engine/trainer.py` emits records to sinks, and `report/` reads them back. Shares and
 accuracies are in [0, 1], times in seconds, `time_s` in seconds since 1970.
+
+A log of 64 MiB is renamed to `events-0001.jsonl` and so on, and a new one begun. Of the step records in such a full
+part one in twenty stays, the last among them; all other records stay. A run of weeks leaves megabytes.
 """
 
 import json
@@ -15,7 +18,13 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, get_args, get_origin
 
 from lockstep.errors import LockstepError
+from lockstep.files import write_whole
 
+LOG_NAME = "events.jsonl"
+PART_BYTES = 64 << 20
+OPEN_LOG = os.O_RDWR | os.O_APPEND | os.O_CREAT
+STEP_OPENING = b'{"kind":"StepDone"'
+STEPS_FOR_ONE = 20  # step records of which a full part keeps one
 LARGEST = 2**63  # beyond any number of a run
 
 
@@ -191,24 +200,29 @@ class Sink(Protocol):
 class EventLog:
     """Appends records to a file, each whole on disk before `emit` returns; a full disk never stops the run."""
 
-    def __init__(self, path: Path, warn: Callable[[Notice], None]) -> None:
+    def __init__(self, path: Path, warn: Callable[[Notice], None], part_bytes: int = PART_BYTES) -> None:
         self.path = path
         self._warn = warn
         self._warned = False
+        self._part_bytes = part_bytes
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            self._file = os.open(path, OPEN_LOG, 0o644)
         except OSError as error:
             raise LockstepError(f"Cannot write the event log {path}: {error.strerror}.") from None
-        size = os.fstat(self._file).st_size
+        self._size = os.fstat(self._file).st_size
         # A killed run may have left half a record, which must not swallow the first one of this part.
-        self._is_torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
+        self._is_torn = self._size > 0 and os.pread(self._file, 1, self._size - 1) != b"\n"
 
     def emit(self, event: Event) -> None:
         line = (b"\n" if self._is_torn else b"") + encode(event).encode(errors="backslashreplace") + b"\n"
         try:
             # One unbuffered write: a record is on disk or torn, never late.
-            self._is_torn = os.write(self._file, line) < len(line)
+            written = os.write(self._file, line)
+            self._is_torn = written < len(line)
+            self._size += written
             problem = "No space left on device" if self._is_torn else ""
+            if self._size >= self._part_bytes and not self._is_torn:
+                self._begin_part()
         except OSError as error:
             problem = error.strerror or str(error)
         if problem and not self._warned:
@@ -218,6 +232,41 @@ class EventLog:
 
     def close(self) -> None:
         os.close(self._file)
+
+    def _begin_part(self) -> None:
+        """Put the full file away and go on in a new one; on failure in the old one, until it is twice as large."""
+        self._part_bytes *= 2
+        number = max(map(_read_number, _list_full(self.path)), default=0) + 1
+        part = self.path.with_name(f"{self.path.stem}-{number:04d}{self.path.suffix}")
+        os.rename(self.path, part)
+        try:
+            file = os.open(self.path, OPEN_LOG, 0o644)
+        except OSError:
+            os.rename(part, self.path)
+            raise
+        os.close(self._file)
+        self._file, self._size, self._part_bytes = file, 0, self._part_bytes // 2
+        thin_part(part)
+
+
+def thin_part(path: Path) -> None:
+    """Of the step records in a full part, leave one in twenty and the last."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    steps = [number for number, line in enumerate(lines) if line.startswith(STEP_OPENING)]
+    dropped = set(steps[:-1]) - set(steps[::STEPS_FOR_ONE])
+    write_whole(path, b"".join(line for number, line in enumerate(lines) if number not in dropped))
+
+
+def _list_full(path: Path) -> list[Path]:
+    """The full parts of a log, in their order."""
+    parts = path.parent.glob(f"{path.stem}-*{path.suffix}")
+    return sorted((part for part in parts if _read_number(part)), key=_read_number)
+
+
+def _read_number(part: Path) -> int:
+    """The number of a full part; 0 for another file."""
+    text = part.stem.rpartition("-")[2]
+    return int(text) if text.isascii() and text.isdecimal() and 4 <= len(text) <= 9 else 0
 
 
 def encode(event: Event) -> str:
@@ -267,7 +316,15 @@ def _fits(value: Any, wanted: Any) -> bool:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All records of a run; a record torn by a kill or a full disk is left out."""
+    """All records of a run, from its folder or its log, full parts first; a record torn by a kill is left out."""
+    path = path / LOG_NAME if path.is_dir() else path
+    parts = [*_list_full(path), path]
+    if len(parts) > 1 and not path.exists():  # killed between two parts
+        parts.pop()
+    return [event for part in parts for event in _read_part(part)]
+
+
+def _read_part(path: Path) -> list[Event]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

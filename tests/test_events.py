@@ -228,3 +228,63 @@ def test_a_name_that_is_no_utf_8_is_written_and_read_back(tmp_path: Path) -> Non
     notice = Notice(level="warning", text=os.fsdecode(b"caf\xe9.jpeg cannot be read"))
     write(tmp_path / "events.jsonl", [notice])
     assert read_events(tmp_path / "events.jsonl") == [notice]
+
+
+def step_record(step: int) -> StepDone:
+    return StepDone(**{**vars(EVENTS[3]), "step": step})
+
+
+def test_a_full_log_is_put_away_thinned_and_read_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, never, part_bytes=20_000)
+    notices = [Notice(level="info", text=f"after {step}") for step in range(0, 1000, 25)]
+    for step in range(1000):
+        log.emit(step_record(step))
+        if step % 25 == 0:
+            log.emit(notices[step // 25])
+    log.close()
+    parts = sorted(tmp_path.glob("events-*.jsonl"))
+    assert [part.name for part in parts] == [f"events-{number:04d}.jsonl" for number in range(1, len(parts) + 1)]
+    assert len(parts) > 5
+    assert all(file.stat().st_size < 20_000 for file in (path, *parts))
+    assert sum(part.stat().st_size for part in parts) < 20_000 * len(parts) / 4
+    events = read_events(path)
+    assert [event for event in events if isinstance(event, Notice)] == notices
+    steps = [event.step for event in events if isinstance(event, StepDone)]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (0, 999)
+    assert read_events(tmp_path) == events
+
+
+def test_a_resumed_log_goes_on_with_the_next_number(tmp_path: Path) -> None:
+    for start in (0, 100):
+        log = EventLog(tmp_path / "events.jsonl", never, part_bytes=10_000)
+        for step in range(start, start + 100):
+            log.emit(step_record(step))
+        log.close()
+    numbers = sorted(int(part.stem[-4:]) for part in tmp_path.glob("events-*.jsonl"))
+    assert numbers == list(range(1, len(numbers) + 1))
+    steps = [event.step for event in read_events(tmp_path) if isinstance(event, StepDone)]
+    assert steps == sorted(steps)
+
+
+def test_a_run_killed_between_two_parts_is_read_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path / "events.jsonl", EVENTS[:2])
+    (tmp_path / "events.jsonl").rename(tmp_path / "events-0001.jsonl")
+    assert read_events(tmp_path) == EVENTS[:2]
+    write(tmp_path / "events.jsonl", EVENTS[2:4])
+    assert read_events(tmp_path) == EVENTS[:4]
+
+
+def test_a_log_that_cannot_be_put_away_goes_on_and_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    heard: list[Notice] = []
+    monkeypatch.setattr(os, "rename", fail)
+    log = EventLog(tmp_path / "events.jsonl", heard.append, part_bytes=2_000)
+    for step in range(50):
+        log.emit(step_record(step))
+    log.close()
+    assert len(heard) == 1
+    assert [event.step for event in read_events(tmp_path) if isinstance(event, StepDone)] == list(range(50))

@@ -66,18 +66,7 @@ def save_checkpoint(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         clear_leftovers(folder)
-        aside.mkdir()
-        hashes: dict[str, str] = {}
-        num_bytes = 0
-        for name, tensors in files.items():
-            data = save(dict(tensors))
-            write_flushed(aside / f"{name}.safetensors", data)
-            hashes[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
-            num_bytes += len(data)
-        manifest = {"format": FORMAT, "step": step, "state": state, "sha256": hashes}
-        manifest["seal"] = _seal(manifest)
-        write_flushed(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
-        flush_folder(aside)
+        num_bytes = _write_aside(aside, step, files, state)
         if path.exists():  # set aside and not removed: a kill in between must not leave half of it under its name
             path.rename(folder / f"{ASIDE}old-{path.name}")
         aside.rename(path)
@@ -92,6 +81,23 @@ def save_checkpoint(
     for later in [other for other in list_checkpoints(folder) if other.name > path.name and drop_later]:
         shutil.rmtree(later, ignore_errors=True)
     return Saved(path, num_bytes, time.perf_counter() - start)
+
+
+def _write_aside(aside: Path, step: int, files: Files, state: Mapping[str, Any]) -> int:
+    """Write the files and their manifest into a new folder; returns the bytes of the tensors."""
+    aside.mkdir()
+    hashes: dict[str, str] = {}
+    num_bytes = 0
+    for name, tensors in files.items():
+        data = save(dict(tensors))
+        write_flushed(aside / f"{name}.safetensors", data)
+        hashes[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
+        num_bytes += len(data)
+    manifest = {"format": FORMAT, "step": step, "state": state, "sha256": hashes}
+    manifest["seal"] = _seal(manifest)
+    write_flushed(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
+    flush_folder(aside)
+    return num_bytes
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

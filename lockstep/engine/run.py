@@ -69,7 +69,7 @@ def run_rank(
 
 def prepare_folder(folder: Path) -> None:
     """See that the folder holds no other run."""
-    if (folder / "events.jsonl").exists():
+    if any(folder.glob("events*.jsonl")):  # the log, or only its full parts
         raise LockstepError(f"{folder} already holds a run; add --resume to go on with it, or choose another --out.")
 
 

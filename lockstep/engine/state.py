@@ -174,12 +174,7 @@ def load_state(
     failure, ranks = "", None
     if world.is_first:
         try:
-            checkpoint = load_checkpoint(folder, warn, check_counters)
-            _check_rule(parts, checkpoint.state["rule"])
-            _check_order(order, checkpoint.state["order"])
-            _fill_tensors(parts, checkpoint.files)
-            ranks = _find_ranks(parts, world, checkpoint.files)
-            counters = checkpoint.state | {"has_ranks": ranks is not None}
+            counters, ranks = _read_newest(folder, parts, world, order, warn)
         except LockstepError as error:
             failure = str(error)
     failure = world.broadcast_object(failure)
@@ -202,6 +197,18 @@ def load_state(
     if written.global_batch is not None and "global_batch" in order:
         step = step_at(cursor, order["num_samples"], order["global_batch"])
     return State(step, cursor, ledger), written
+
+
+def _read_newest(
+    folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Fill the arrays from the last good checkpoint; returns its counters and the ranks' own statistics, if they fit."""
+    checkpoint = load_checkpoint(folder, warn, check_counters)
+    _check_rule(parts, checkpoint.state["rule"])
+    _check_order(order, checkpoint.state["order"])
+    _fill_tensors(parts, checkpoint.files)
+    ranks = _find_ranks(parts, world, checkpoint.files)
+    return checkpoint.state | {"has_ranks": ranks is not None}, ranks
 
 
 def _read_writer(counters: Mapping[str, Any]) -> Written:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lockstep.errors import LockstepError
-from lockstep.events import Event, EventLog, Notice, RunEnded, Sink, read_events
+from lockstep.events import LOG_NAME, Event, EventLog, Notice, RunEnded, Sink, read_events
 from lockstep.report.summary import summarize, write_summary
 
 
@@ -13,7 +13,7 @@ class RunSink:
     def __init__(self, folder: Path, display: Sink) -> None:
         self._folder = folder
         self._display = display
-        self._log = EventLog(folder / "events.jsonl", warn=display.emit)
+        self._log = EventLog(folder / LOG_NAME, warn=display.emit)
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
