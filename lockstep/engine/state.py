@@ -202,7 +202,7 @@ def load_state(
 def _read_newest(
     folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
 ) -> tuple[dict[str, Any], Tensor | None]:
-    """Fill the arrays from the last good checkpoint; returns its counters and the ranks' own statistics, if they fit."""
+    """Fill the arrays from the last good checkpoint; returns its counters and the ranks' statistics, if they fit."""
     checkpoint = load_checkpoint(folder, warn, check_counters)
     _check_rule(parts, checkpoint.state["rule"])
     _check_order(order, checkpoint.state["order"])
