@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor
-from lockstep.engine.build import (
+from lockstep.engine.build import (, plan_input
     assemble,
     build_schedule,
     build_train_pipeline,
@@ -64,7 +64,7 @@ def train_plain(world: World, config: RunConfig) -> dict[str, Any]:
     parts = assemble(config, world, build_plain_network(), build_schedule(config, 5, 10))
     seen: dict[int, tuple[int, Tensor]] = {}
     losses = []
-    with build_train_pipeline(config, world, sources.train, Cursor()) as pipeline:
+    with build_train_pipeline(config, world, sources.train, Cursor(), plan_input(config, world)) as pipeline:
         for step, batch in enumerate(pipeline):
             for sample, label, image in zip(batch.samples, batch.labels, batch.images, strict=True):
                 assert int(sample) not in seen, "an epoch saw a sample twice"
