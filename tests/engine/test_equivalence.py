@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor
-from lockstep.engine.build import (, plan_input
+from lockstep.engine.build import (
     assemble,
     build_schedule,
     build_train_pipeline,
     open_sources,
+    plan_input,
     set_number_formats,
 )
 from lockstep.engine.step import LOSS, train_step

@@ -62,7 +62,8 @@ with join_world(None, backend="gloo", timeout_s=60) as world:
     before, start = resident_mb(), time.perf_counter()
     sources = open_sources(config.data)
     position = 256 * (NUM_SAMPLES // 512)
-    with build_train_pipeline(config, world, sources.train, Cursor(36, position), plan_input(config, world)) as pipeline:
+    cursor, plan = Cursor(36, position), plan_input(config, world)
+    with build_train_pipeline(config, world, sources.train, cursor, plan) as pipeline:
         batch = next(iter(pipeline))
         seconds = time.perf_counter() - start
         assert (batch.labels.numpy() == sources.train.labels[batch.samples]).all()
