@@ -11,16 +11,17 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from lockstep.comm.values import gather_values
 
 # Of each rank; a longer buffer goes in turns. With 32 ranks on 2 cores turns of 1 MiB took twice as long, turns of
 # 16 MiB a fifth less.
 SEGMENT_BYTES = 4 << 20
 
+CPU = torch.device("cpu")
 Spans = Callable[[Tensor], Mapping[int, Tensor]]  # a buffer -> the span of it that each member owns
 
 
@@ -95,14 +96,14 @@ def open_window(nodes: Sequence[Sequence[int]], rank: int, timeout_s: float | No
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind(name)
                 listener.listen(len(members))
-        names = _gather(name)
+        names = gather_values(name, CPU)
         with contextlib.suppress(OSError, AttributeError):
             if rank != members[0]:
                 line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 line.connect(names[members[0]])
                 line.settimeout(timeout_s)
         # A connection waits in the listener's queue, so by now all know whether everyone has reached its first member.
-        if not all(_gather(listener is not None if rank == members[0] else _is_connected(line))):
+        if not all(gather_values(listener is not None if rank == members[0] else _is_connected(line), CPU)):
             return None
         if listener is not None and handle is not None:
             lines = _share(listener, handle, len(members) - 1, timeout_s)
@@ -129,10 +130,3 @@ def _is_connected(line: socket.socket | None) -> bool:
         return line is not None and bool(line.getpeername())
     except OSError:
         return False
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

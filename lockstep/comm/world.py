@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import values
 from lockstep.comm.pulse import Pulse
 from lockstep.errors import LockstepError
 
@@ -52,13 +53,15 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+    def broadcast_value(self, value: Any) -> Any:
+        """Rank 0's plain value, on every rank, as `values.py` sends it: tuples become lists, also in a world of one."""
         if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self._message_device())
-        return box[0]
+            return values.decode(values.encode(value))
+        return values.broadcast_value(value, self._message_device())
+
+    def broadcast_bytes(self, data: bytes, *, most: int = values.MAX_BYTES) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        return data if self.size == 1 else values.broadcast_bytes(data, self._message_device(), most=most)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` on every rank with rank 0's."""
@@ -81,13 +84,11 @@ class World:
             tensor.copy_(shared)
         return tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """Every rank's plain value, in rank order, on every rank."""
         if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+            return [values.decode(values.encode(value))]
+        return values.gather_values(value, self._message_device())
 
     def _message_device(self) -> torch.device:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
