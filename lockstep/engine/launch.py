@@ -1,4 +1,7 @@
-"""Start one rank per GPU, or as many as asked for on the CPU, through torchrun's own launcher."""
+"""Start one rank per GPU, or as many as asked for on the CPU, through torchrun's own launcher.
+
+All of such a run is on one machine, and all its sockets listen on the loopback (`rendezvous.py`, `comm/meeting.py`).
+"""
 
 import logging
 import os
@@ -12,6 +15,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from lockstep.comm.meeting import LOOPBACK, stay_on_loopback
+from lockstep.comm.seal import SECRET, make_secret
+from lockstep.engine.rendezvous import register_rendezvous
 from lockstep.errors import LockstepError
 
 # An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
@@ -37,18 +43,19 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     # Its warnings are about processes it closes because we asked it to.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    stay_on_loopback(os.environ)  # which the ranks inherit, and with it the run's secret
+    os.environ[SECRET] = make_secret()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=register_rendezvous(),
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to our own output; no folders left in /tmp
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
-        local_addr="localhost",
+        local_addr=LOOPBACK,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)

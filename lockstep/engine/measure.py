@@ -11,7 +11,7 @@ import gc
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -51,8 +51,16 @@ from lockstep.plan.choose import (
     propose_reductions,
 )
 from lockstep.plan.files import read_plan, write_plan
-from lockstep.plan.plan import Execution, Plan, describe_reduction
-from lockstep.plan.profile import Profile, Setup, StepTime, Trial, time_slots
+from lockstep.plan.plan import (
+    Execution,
+    Plan,
+    describe_reduction,
+    from_toml,
+    read_reduction,
+    to_reduction_table,
+    to_toml,
+)
+from lockstep.plan.profile import Profile, Setup, StepTime, Trial, from_json, read_setup, time_slots, to_json
 
 # The share of the time for measuring that goes to single messages; the rest tries whole steps.
 MESSAGE_SHARE = 0.6
@@ -87,7 +95,7 @@ def choose_plan(
     `places` are folders that may hold a plan, the first preferred; a folder that is no run's keeps one for each setup.
     What is chosen goes to all of them.
     """
-    setup: Setup = world.broadcast_object(describe_setup(config, parts, world))
+    setup = read_setup(world.broadcast_value(asdict(describe_setup(config, parts, world))))
     folders = [place if place.name != CACHE else place / setup.name for place in places]
     plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world))
     chosen = Chosen(plan, Profile(setup, 0.0), "default")
@@ -96,7 +104,7 @@ def choose_plan(
     found = None
     if world.is_first and not again:
         found = next((f for f in (_recall(folder, setup, parts, config, num_steps) for folder in folders) if f), None)
-    found = world.broadcast_object(found)
+    found = _share_plan(world, parts, found)
     if found:
         chosen = Chosen(replace(found[0], input=plan.input), found[1], "remembered")
     else:
@@ -111,7 +119,7 @@ def choose_plan(
 def tune_recipe(config: RunConfig, world: World) -> tuple[Chosen, Path]:
     """Measure anew for a recipe; returns where the result is kept."""
     set_number_formats(config.precision)
-    classes: int = world.broadcast_object(len(open_sources(config.data).train.classes) if world.is_first else 0)
+    classes = int(world.broadcast_value(len(open_sources(config.data).train.classes) if world.is_first else 0))
     schedule = Schedule("constant", config.optim.lr, total_steps=1)
     parts = assemble(config, world, build_network(config, classes), schedule)
     chosen = choose_plan(config, parts, world, [default_plan_folder()], again=True)
@@ -197,9 +205,7 @@ def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, pl
         for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=suits_own_kernels()):
             rig.measure_execution(execution)
         best = rig.pick()
-        if best and world.broadcast_object(
-            is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)
-        ):
+        if best and world.broadcast_value(is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)):
             for execution in list_compiled(config.train):
                 rig.measure_execution(execution)
             best = rig.pick()
@@ -213,7 +219,17 @@ def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, pl
     )
     if best:
         plan = replace(plan, execution=best.execution, reduction=rig.reductions[rig.trials.index(best)])
-    return world.broadcast_object(Chosen(plan, profile, "measured"))  # type: ignore[no-any-return]
+    shared = _share_plan(world, parts, (plan, profile))
+    assert shared is not None
+    return Chosen(*shared, "measured")
+
+
+def _share_plan(world: World, parts: Parts, found: tuple[Plan, Profile] | None) -> tuple[Plan, Profile] | None:
+    """Rank 0's plan and profile on every rank, in the formats that their files have."""
+    if world.size == 1:
+        return found
+    texts = world.broadcast_value([to_toml(found[0]), to_json(found[1])] if found and world.is_first else None)
+    return (from_toml(texts[0], parts.layout, world.size), from_json(texts[1])) if texts else None
 
 
 def suits_own_kernels() -> bool:
@@ -311,7 +327,8 @@ class Rig:
         if failure:
             return failure, None
         ready_s = [median(values) for values in zip(*rows[1:], strict=True)]
-        return "", self._world.broadcast_object(self._describe_step(execution, step_s, ready_s))
+        step_s, *ready_s = map(float, self._world.broadcast_value([step_s, *ready_s]))
+        return "", self._describe_step(execution, step_s, ready_s)
 
     def _describe_step(self, execution: Execution, step_s: float, ready_s: list[float]) -> StepTime:
         return StepTime(execution, step_s, max(ready_s), time_slots(self._parts.layout, ready_s))
@@ -324,7 +341,8 @@ class Rig:
             return {PLAIN: usual}
         ready_s = [slot.ready_s for slot in step_time.slots]
         found = propose_reductions(config.comm, parts.layout, ready_s, self.messages, self._wire_bytes)
-        return self._world.broadcast_object(found)  # type: ignore[no-any-return]
+        tables = self._world.broadcast_value({rule: to_reduction_table(plan) for rule, plan in found.items()})
+        return {rule: read_reduction(table, parts.layout, self._world.size) for rule, table in tables.items()}
 
     @property
     def _wire_bytes(self) -> int:
@@ -353,7 +371,7 @@ class Rig:
             torch.cuda.synchronize()
         if not self._world.maximum(torch.tensor([float(bool(failure))])).item():
             return ""
-        reasons = enumerate(self._world.gather_objects(failure))
+        reasons = enumerate(self._world.gather_values(failure))
         return next(f"{reason} (rank {rank})" if self._world.size > 1 else reason for rank, reason in reasons if reason)
 
     def _take_turns(self, steps: dict[str, Step], reductions: dict[str, ReductionPlan]) -> dict[str, float]:
@@ -367,7 +385,7 @@ class Rig:
                 times[rule].append(self._world.maximum(torch.tensor([seconds], dtype=torch.float64)).item())
             next_end = time.perf_counter() + (time.perf_counter() - begun) / (turn + 1)
             # A GPU takes all its turns where there is nothing else to spend the time on.
-            if self._tunes and not self._world.broadcast_object(next_end < self._end):
+            if self._tunes and not self._world.broadcast_value(next_end < self._end):
                 break
         return {rule: median(values) for rule, values in times.items()}
 
