@@ -13,6 +13,7 @@ from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
+from lockstep.processes import follow_launcher
 from lockstep.recipes import read
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ app.add_typer(bench, name="bench")
 
 def main() -> None:
     """Run a command; a user's mistake is one sentence and a non-zero exit."""
+    follow_launcher(os.environ)
     try:
         app()
     except LockstepError as error:
@@ -80,6 +82,7 @@ def train(
     from lockstep.comm.world import read_membership
     from lockstep.engine.build import check_shares, open_sources
     from lockstep.engine.launch import choose_num_ranks, launch_ranks
+    from lockstep.engine.owner import check_unowned
     from lockstep.engine.run import prepare_folder, run_rank
     from lockstep.report.display import progress
 
@@ -90,6 +93,7 @@ def train(
         num_ranks = choose_num_ranks(ranks)
         check_shares(wanted, num_ranks)
         open_sources(wanted.data, progress("Rendering images", console))
+        check_unowned(folder)
         if not resume:
             prepare_folder(folder)
         if num_ranks > 1:
@@ -182,12 +186,11 @@ def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: boo
 
 def _find_last_run(target: str) -> Path:
     name, _ = read.load_recipe(target)
-    runs = sorted(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/checkpoints/step-*/manifest.json"))
+    runs = sorted(file.parent for file in Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
     if not runs:
-        raise LockstepError(
-            f"No run of {name} with a checkpoint lies under runs/; start without --resume, or give --out."
-        )
-    return runs[-1].parents[2]
+        raise LockstepError(f"No run of {name} lies under runs/; start without --resume, or give --out.")
+    # One that ended before its first checkpoint is gone on with only if there is no other.
+    return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
 
 
 def _open_sink(world: "World", folder: Path) -> "Sink":

@@ -135,6 +135,20 @@ def test_a_finished_run_does_not_resume(images: Path, tmp_path: Path) -> None:
     assert longer[0] == 0, longer
 
 
+def test_a_run_killed_before_its_first_checkpoint_is_no_dead_end(images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "quickstart-20260101-000000"
+    settings = [*tiny_settings(images), "train.duration=1000st", "train.checkpoint_every=0st"]
+    process = commands.start("train", "quickstart", "--ranks=1", f"--out={run}", *[f"--set={s}" for s in settings])
+    commands.wait_for_step(run, 2, process)
+    commands.kill_all(process)
+    assert "add --resume" in refuse(train(images, run))
+    short = ["--set=train.duration=3st", "--set=optim.warmup=0st"]
+    status, out, err = commands.run("train", "quickstart", "--resume", "--ranks=1", *short, cwd=tmp_path)
+    assert status == 0, err
+    assert "has no checkpoint yet; starting it from step 0" in " ".join(out.split())
+    assert commands.summary(run)["steps"] == 3
+
+
 def test_a_diverging_run_says_what_to_change(images: Path, tmp_path: Path) -> None:
     sentence = refuse(train(images, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0st"))
     assert "The loss became" in sentence
@@ -181,7 +195,7 @@ def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(images, run)[0] == 0
     files = {"config.toml", "events.jsonl", "summary.json", "plan.toml", "profile.json"}
-    assert {path.name for path in run.iterdir()} == {*files, "checkpoints"}
+    assert {path.name for path in run.iterdir()} == {*files, "checkpoints", ".lock"}
     summary = commands.summary(run)
     for key in ("top1", "top5", "images_per_second", "T", "S", "N", "e", "steps", "epochs", "world_size", "wall_s"):
         assert isinstance(summary[key], float | int), key

@@ -61,7 +61,7 @@ KNOWN_FILES = {
     "events.jsonl",
     "summary.json",
     "checkpoints",
-    "owner.lock",
+    ".lock",
 }
 
 # Loaded by Python in every process of a run: holds the interpreter when a file of its rank's name appears.

@@ -1,12 +1,11 @@
 """A run's state on disk: safetensors files and a manifest with their hashes, written aside and renamed (step 10).
 
-A folder `step-00001234/` is either whole or not there. Reading verifies every hash; a damaged checkpoint is passed
-over with a sentence and the one before it is taken.
+A folder `step-00001234/` is either whole or not there. Reading verifies every hash and that all numbers are finite; a
+damaged checkpoint is passed over with a sentence and the one before it is taken.
 """
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lockstep.errors import LockstepError
+from lockstep.files import ASIDE, clear_leftovers, flush_folder, write_flushed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -52,25 +52,27 @@ def save_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, A
     """Write one checkpoint and drop all but the newest `keep`; raises OSError and leaves the older ones alone."""
     start = time.perf_counter()
     path = folder / f"step-{step:08d}"
-    aside = folder / f".aside-{path.name}"
+    aside = folder / f"{ASIDE}{path.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for debris in folder.glob(".aside-*"):  # of a run killed while it wrote
-            shutil.rmtree(debris, ignore_errors=True)
+        clear_leftovers(folder)
         aside.mkdir()
         hashes: dict[str, str] = {}
         num_bytes = 0
         for name, tensors in files.items():
             data = save(dict(tensors))
-            _write(aside / f"{name}.safetensors", data)
+            write_flushed(aside / f"{name}.safetensors", data)
             hashes[f"{name}.safetensors"] = hashlib.sha256(data).hexdigest()
             num_bytes += len(data)
         manifest = {"format": FORMAT, "step": step, "state": state, "sha256": hashes}
         manifest["seal"] = _seal(manifest)
-        _write(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
-        shutil.rmtree(path, ignore_errors=True)
+        write_flushed(aside / MANIFEST, json.dumps(manifest, indent=2).encode())
+        flush_folder(aside)
+        if path.exists():  # set aside and not removed: a kill in between must not leave half of it under its name
+            path.rename(folder / f"{ASIDE}old-{path.name}")
         aside.rename(path)
-        _sync(folder)
+        flush_folder(folder)
+        clear_leftovers(folder)
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -94,8 +96,8 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
         except DamagedCheckpoint as damage:
             warn(f"The checkpoint {path} is damaged ({damage}); taking the one before it.")
     if paths:
-        raise LockstepError(f"Every checkpoint under {folder} is damaged; start again without --resume.")
-    raise LockstepError(f"There is no checkpoint under {folder} to resume from; start without --resume.")
+        raise LockstepError(f"Every checkpoint under {folder} is damaged; start the run again in another folder.")
+    raise LockstepError(f"There is no checkpoint under {folder} to resume from; check the path.")
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -111,7 +113,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             data = (path / name).read_bytes()
             if hashlib.sha256(data).hexdigest() != expected:
                 raise DamagedCheckpoint(f"{name} does not match its hash")
-            files[name.removesuffix(".safetensors")] = load(data)
+            files[name.removesuffix(".safetensors")] = _refuse_infinite(name, load(data))
         return Checkpoint(path, files, manifest["state"])
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename or path}: {error.strerror}") from error
@@ -119,24 +121,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise DamagedCheckpoint("its manifest cannot be read") from error
 
 
+def _refuse_infinite(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What an earlier version wrote after training had run away is whole, and still of no use."""
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise DamagedCheckpoint(f"{name} holds numbers that are not finite, in {key}")
+    return tensors
+
+
 def _seal(manifest: Mapping[str, Any]) -> str:
     """A hash over the rest of the manifest, so that a flipped bit in the counters is noticed too."""
     content = {key: value for key, value in manifest.items() if key != "seal"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync(path.parent)
-
-
-def _sync(folder: Path) -> None:
-    """Make the folder's entries survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

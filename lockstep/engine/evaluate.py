@@ -1,6 +1,7 @@
 """Accuracy over exactly the validation set, as integer counts: the same number for any rank count."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,28 +33,60 @@ class Accuracy:
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], world: World, dtype: torch.dtype = torch.float32) -> Accuracy:
     """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode."""
-    average_statistics(model, world)
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
     loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
-    for batch in batches:
-        logits = model(batch.images.to(dtype))
-        counts[:2] += count_correct(logits, batch.labels, (1, 5))
-        counts[2] += len(batch.labels)
-        loss += cross_entropy_sum(logits, batch.labels, 0.0)
+    with averaged_statistics(model, world):
+        for batch in batches:
+            logits = model(batch.images.to(dtype))
+            counts[:2] += count_correct(logits, batch.labels, (1, 5))
+            counts[2] += len(batch.labels)
+            loss += cross_entropy_sum(logits, batch.labels, 0.0)
     model.train()
     correct1, correct5, total = world.sum(counts).tolist()
     return Accuracy(correct1, correct5, total, world.sum(loss).item() / max(1, total))
 
 
-@torch.no_grad()
-def average_statistics(model: nn.Module, world: World) -> None:
-    """Replace each rank's batch-norm running statistics by their average over ranks."""
-    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if world.size == 1 or not statistics:
+@contextmanager
+def averaged_statistics(model: nn.Module, world: World) -> Iterator[None]:
+    """While inside, batch norm's running statistics are their average over ranks; then each rank has its own again.
+
+    Training goes on from a rank's own: an average in between would round them, and what a run ends with would depend
+    on when somebody looked.
+    """
+    own = flatten_statistics(model)
+    if world.size == 1 or not own.numel():
+        yield
         return
-    flat = torch.cat([buffer.flatten() for buffer in statistics])
-    world.sum(flat).div_(world.size)
+    fill_statistics(model, world.sum(own.clone()).div_(world.size))
+    try:
+        yield
+    finally:
+        fill_statistics(model, own)
+
+
+def gather_statistics(model: nn.Module, world: World) -> Tensor:
+    """Every rank's running statistics, one row each; 0.2 MB for a rank of a ResNet-50."""
+    own = flatten_statistics(model)
+    rows = own.new_zeros(world.size, own.numel())
+    rows[world.rank] = own
+    return world.sum(rows)
+
+
+def flatten_statistics(model: nn.Module) -> Tensor:
+    """A copy of this rank's running statistics in one array."""
+    statistics = _list_statistics(model)
+    return torch.cat([buffer.detach().flatten() for buffer in statistics]) if statistics else torch.zeros(0)
+
+
+@torch.no_grad()
+def fill_statistics(model: nn.Module, flat: Tensor) -> None:
+    """The way back; in place, because a recorded step has their addresses."""
+    statistics = _list_statistics(model)
     parts: tuple[Tensor, ...] = flat.split([buffer.numel() for buffer in statistics])
     for buffer, part in zip(statistics, parts, strict=True):
         buffer.copy_(part.view_as(buffer))
+
+
+def _list_statistics(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]

@@ -19,6 +19,7 @@ from lockstep.comm.meeting import LOOPBACK, stay_on_loopback
 from lockstep.comm.seal import SECRET, make_secret
 from lockstep.engine.rendezvous import register_rendezvous
 from lockstep.errors import LockstepError
+from lockstep.processes import LAUNCHER
 
 # An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
 SHUTDOWN_TIMEOUT_S = 300
@@ -45,6 +46,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     stay_on_loopback(os.environ)  # which the ranks inherit, and with it the run's secret
     os.environ[SECRET] = make_secret()
+    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

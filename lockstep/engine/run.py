@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -13,10 +13,12 @@ from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
+from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Sink
+from lockstep.files import write_whole
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -39,8 +41,10 @@ def run_rank(
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
         watch_signals() as stop,
         explain_failures(world),
+        ExitStack() as held,
     ):
         folder = Path(world.broadcast_value(str(folder)))
+        held.enter_context(own_folder(folder, world))
         if world.is_first and not resume:
             prepare_folder(folder)
             write_config(folder, config)
@@ -70,7 +74,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
     """Leave the resolved configuration in the run's folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+        write_whole(folder / "config.toml", to_toml(config))
     except OSError as error:
         raise LockstepError(
             f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."

@@ -1,7 +1,9 @@
 """What a step changes, in one list: trials put it back, checkpoints hold it, on any rank count.
 
 Nothing else is saved, because everything else is a function of it: the data order of the cursor, crops and dropout of
-the seed, the learning rate of the step, the half weights of the master weights.
+the seed, the learning rate of the step, the half weights of the master weights. Batch-norm statistics are the one thing
+that differs between ranks: the network is saved with their average, and beside it every rank's own, so that as many
+ranks go on to the last bit as if nobody had stopped them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +19,12 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger
 from lockstep.engine.build import Parts
-from lockstep.engine.checkpoint import Saved, load_checkpoint, save_checkpoint
-from lockstep.engine.evaluate import average_statistics
+from lockstep.engine.checkpoint import Saved, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
+
+RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
 
 
 @dataclass
@@ -80,18 +84,54 @@ def sum_ledger(ledger: Ledger, world: World) -> Ledger:
     return Ledger(int(value), int(count))
 
 
+def find_infinite(parts: Parts) -> str:
+    """Which arrays hold a number that is not finite; empty if none does. Asked once, by one look at the device."""
+    changing = list_changing(parts)
+    statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
+    arrays = changing.over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
+    # The least and the greatest of an array are finite only if all of it is: a NaN is both.
+    extremes = torch.stack([torch.stack(array.aminmax()) for array in arrays.values()])
+    is_finite = extremes.isfinite().all(dim=1).tolist()
+    return ", ".join(name for name, is_good in zip(arrays, is_finite, strict=True) if not is_good)
+
+
+def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None:
+    """End the run rather than write what nobody can go on from; all ranks decide alike, whoever found it."""
+    found = find_infinite(parts)
+    if not world.sum(torch.tensor([int(bool(found))])).item():
+        return
+    good = next(iter(list_checkpoints(folder)), None)
+    raise SharedError(
+        f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was "
+        "written; lower optim.lr or lengthen optim.warmup, and "
+        + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")
+    )
+
+
 def save_state(
     folder: Path, state: State, parts: Parts, world: World, order: Mapping[str, int], *, keep: int
 ) -> Saved | None:
     """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
 
-    `order` is what the data order depends on: seed and number of samples.
+    `order` is what the data order depends on: seed and number of samples. Arrays that are not finite are a SharedError.
     """
-    average_statistics(parts.model, world)
     ledger = sum_ledger(state.ledger, world)
-    if not world.is_first:
-        return None
-    counters = {
+    ranks = gather_statistics(parts.model, world)
+    with averaged_statistics(parts.model, world):
+        refuse_infinite(folder, state.step, parts, world)
+        if not world.is_first:
+            return None
+        files = _collect_tensors(parts)
+        if world.size > 1 and ranks.numel():
+            files["statistics"] = {RANKS: ranks}
+        counters = _collect_counters(state, ledger, parts, world, order)
+        return save_checkpoint(folder, state.step, files, counters, keep=keep)
+
+
+def _collect_counters(
+    state: State, ledger: Ledger, parts: Parts, world: World, order: Mapping[str, int]
+) -> dict[str, Any]:
+    return {
         "step": state.step,
         "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
         "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
@@ -101,7 +141,6 @@ def save_state(
         "world_size": world.size,
         "order": dict(order),
     }
-    return save_checkpoint(folder, state.step, _collect_tensors(parts), counters, keep=keep)
 
 
 def load_state(
@@ -112,14 +151,15 @@ def load_state(
     Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
     """
     counters: dict[str, Any] = {}
-    failure = ""
+    failure, ranks = "", None
     if world.is_first:
         try:
             checkpoint = load_checkpoint(folder, warn)
             _check_rule(parts, checkpoint.state["rule"])
             _check_order(order, checkpoint.state["order"])
             _fill_tensors(parts, checkpoint.files)
-            counters = checkpoint.state
+            ranks = _find_ranks(parts, world, checkpoint.files)
+            counters = checkpoint.state | {"has_ranks": ranks is not None}
         except LockstepError as error:
             failure = str(error)
     failure = world.broadcast_value(failure)
@@ -129,6 +169,8 @@ def load_state(
     changing = list_changing(parts)
     for array in (*changing.over_layout.values(), *changing.statistics.values()):
         world.broadcast(array)
+    if counters["has_ranks"]:
+        _share_ranks(parts, world, ranks)
     refresh(parts)
     parts.rule.step_count = counters["rule_steps"]
     # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
@@ -150,6 +192,21 @@ def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
         for name, array in named_arrays(flat, parts.layout).items()
     }
     return {"model": network, "optimizer": optimizer}
+
+
+def _find_ranks(parts: Parts, world: World, files: dict[str, dict[str, Tensor]]) -> Tensor | None:
+    """Each rank's own running statistics, if as many ranks wrote the checkpoint; others start from the average."""
+    ranks = files.get("statistics", {}).get(RANKS)
+    expected = (world.size, flatten_statistics(parts.model).numel())
+    return ranks if ranks is not None and tuple(ranks.shape) == expected else None
+
+
+def _share_ranks(parts: Parts, world: World, ranks: Tensor | None) -> None:
+    """Give every rank its row of what rank 0 has read."""
+    own = flatten_statistics(parts.model)
+    rows = own.new_zeros(world.size, own.numel()) if ranks is None else ranks.to(own)
+    world.broadcast(rows)
+    fill_statistics(parts.model, rows[world.rank])
 
 
 def _name_rule(parts: Parts) -> str:

@@ -20,6 +20,7 @@ from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.account import Account
 from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
+from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
@@ -328,8 +329,12 @@ class Trainer:
             )
 
     def resume(self) -> None:
-        """Take up the last good checkpoint; to be called before `run`."""
-        self.state, wrote = load_state(self.folder / "checkpoints", self.parts, self.world, self._order, self._warn)
+        """Take up the last good checkpoint, or begin if the run ended before its first; to be called before `run`."""
+        folder = self.folder / "checkpoints"
+        if not self.world.broadcast_value(bool(self.world.is_first and list_checkpoints(folder))):
+            self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
+            return
+        self.state, wrote = load_state(folder, self.parts, self.world, self._order, self._warn)
         if self._is_last:
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "

@@ -1,9 +1,9 @@
 """A plan and its profile in a folder: `plan.toml` and `profile.json`, written aside and renamed. Torch-free."""
 
-import time
 from pathlib import Path
 
 from lockstep.errors import LockstepError
+from lockstep.files import clear_leftovers, write_whole
 from lockstep.layout import Layout
 from lockstep.plan import plan as plans
 from lockstep.plan import profile as profiles
@@ -11,6 +11,7 @@ from lockstep.plan.plan import Plan
 from lockstep.plan.profile import Profile
 
 PLAN_FILE, PROFILE_FILE = "plan.toml", "profile.json"
+STALE_S = 3600.0  # after which nobody is still writing; the user's cache is shared by many runs
 MAX_BYTES = 16 * 2**20  # more than any network's profile; a file beyond it was not written by us
 
 
@@ -23,9 +24,8 @@ def write_plan(folder: Path, plan: Plan, profile: Profile) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{time.time_ns()}")
-        aside.write_text(text)
-        aside.rename(path)
+        clear_leftovers(path.parent, STALE_S)
+        write_whole(path, text)
     except OSError as error:
         raise LockstepError(
             f"The plan cannot be written to {path} ({error.strerror}); set LOCKSTEP_CACHE to another folder."

@@ -5,13 +5,13 @@ those of all parts; speeds (T, S, N, e and the shares of time) are the last part
 """
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
+from lockstep.files import write_whole
 
 # Below this share of the time, a wait is not worth advice.
 NOTEWORTHY_SHARE = 0.05
@@ -72,10 +72,8 @@ def spent_sentence(share_compute: float, share_comm: float, share_input: float) 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write the summary whole or not at all."""
-    aside = path.with_name(path.name + ".part")
     try:
-        aside.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(aside, path)
+        write_whole(path, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise LockstepError(f"Cannot write the summary {path}: {error.strerror}.") from None
 

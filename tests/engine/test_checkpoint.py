@@ -155,6 +155,21 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_sentence(
     assert "\n" not in sentence
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_numbers_that_are_not_finite_are_passed_over_for_the_older_finite_ones(
+    tmp_path: Path, file: str, value: float
+) -> None:
+    write(tmp_path, 1)
+    spoiled = tensors(2)
+    next(iter(spoiled[file].values()))[1, 1] = value
+    save_checkpoint(tmp_path, 2, spoiled, {"step": 2}, keep=2)
+    heard: list[str] = []
+    assert load_checkpoint(tmp_path, heard.append).state["step"] == 1
+    (sentence,) = heard
+    assert f"{file}.safetensors holds numbers that are not finite" in sentence
+
+
 def test_tensors_that_do_not_parse_are_damage_even_under_the_right_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,14 +216,14 @@ def test_a_manifest_that_cannot_be_written_leaves_the_older_ones_and_no_debris(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, 1)
-    honest = checkpoint._write
+    honest = checkpoint.write_flushed
 
     def fail_at_the_manifest(path: Path, data: bytes) -> None:
         if path.name == "manifest.json":
             raise OSError(28, "No space left on device")
         honest(path, data)
 
-    monkeypatch.setattr(checkpoint, "_write", fail_at_the_manifest)
+    monkeypatch.setattr(checkpoint, "write_flushed", fail_at_the_manifest)
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, 1, keep=1)  # not even the same step's older self is lost
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,4 +1,4 @@
-"""Accuracy is the same number on any number of ranks, and batch-norm statistics are averaged first."""
+"""Accuracy is the same number on any number of ranks, and batch-norm statistics are averaged for it."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine.build import build_eval_pipeline, build_network, open_sources
-from lockstep.engine.evaluate import average_statistics, evaluate
+from lockstep.engine.evaluate import averaged_statistics, evaluate
 from tests.engine.conftest import NUM_VAL, tiny_config
 from tests.ranks import run_ranks
 
@@ -43,7 +43,8 @@ def test_every_validation_sample_counts_once_whatever_the_rank_count(images: Pat
             assert np.isclose(result.loss, alone.loss, rtol=1e-6)
 
 
-def average(world: World) -> tuple[list[float], list[float], int]:
+def average(world: World) -> list[tuple[list[float], list[float], int]]:
+    """Statistics while they are averaged, and afterwards."""
     layer = torch.nn.BatchNorm2d(2)
     assert layer.running_mean is not None
     assert layer.running_var is not None
@@ -51,9 +52,14 @@ def average(world: World) -> tuple[list[float], list[float], int]:
     layer.running_mean.fill_(world.rank)
     layer.running_var.fill_(10.0 * world.rank)
     layer.num_batches_tracked.fill_(7)
-    average_statistics(layer, world)
-    return layer.running_mean.tolist(), layer.running_var.tolist(), int(layer.num_batches_tracked)
+    seen = []
+    with averaged_statistics(layer, world):
+        seen.append((layer.running_mean.tolist(), layer.running_var.tolist(), int(layer.num_batches_tracked)))
+    seen.append((layer.running_mean.tolist(), layer.running_var.tolist(), int(layer.num_batches_tracked)))
+    return seen
 
 
-def test_running_statistics_become_the_mean_over_ranks() -> None:
-    assert run_ranks(average, 3) == [([1.0, 1.0], [10.0, 10.0], 7)] * 3
+def test_running_statistics_are_the_mean_over_ranks_while_they_are_needed_and_no_longer() -> None:
+    for rank, (inside, after) in enumerate(run_ranks(average, 3)):
+        assert inside == ([1.0, 1.0], [10.0, 10.0], 7)
+        assert after == ([rank, rank], [10.0 * rank, 10.0 * rank], 7)

@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.events import EpochDone, Notice, RunEnded, RunStarted
+from lockstep.comm.world import World
+from lockstep.engine.build import build_parts, open_sources
+from lockstep.engine.checkpoint import list_checkpoints
+from lockstep.engine.trainer import StopRequest, Trainer
+from lockstep.events import EpochDone, Event, Notice, RunEnded, RunStarted, StepDone
+from lockstep.report.run import SilentSink
 from tests.engine import commands
-from tests.engine.conftest import tiny_settings
-from tests.ranks import Backend, over_nccl
+from tests.engine.conftest import tiny_config, tiny_settings
+from tests.ranks import Backend, over_nccl, run_ranks
 
 # A GPU takes these small steps so quickly that a run must be longer to be met alive. Kernels are pinned: which of them
 # is the quicker is measured at every start, and on another kind the weights round differently.
@@ -127,13 +133,60 @@ def test_a_stop_signal_writes_a_checkpoint_and_then_exits(
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
     status, _, err = commands.run("train", str(folder), "--resume", "--ranks=2")
     assert status == 0, err
-    # Running statistics are averaged over ranks at every checkpoint; the weights themselves agree to the last bit.
-    expected, found = commands.last_weights(untouched), commands.last_weights(folder)
-    for name, value in expected.items():
-        if "running" in name:
-            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
-        else:
-            assert torch.equal(found[name], value), name
+    check_weights(commands.last_weights(folder), commands.last_weights(untouched), "gloo")
+
+
+def checkpoint_arrays(folder: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, each rank's own statistics among them."""
+    files = sorted((folder / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
+    assert [file.stem for file in files] == ["model", "optimizer", "statistics"]
+    return {f"{file.stem} {name}": value for file in files for name, value in load_file(file).items()}
+
+
+class Stopped(Exception):
+    """A rank that ends like a killed one: at once, and without a word."""
+
+
+def train_and_stop(world: World, images: Path, folder: Path, stop_at: int, how: str) -> str:
+    """Train to step 13, or until asked to stop or cut off after step `stop_at`."""
+    config = tiny_config(images, "train.duration=13st", "optim.warmup=0st", "train.keep_checkpoints=99")
+    sources = open_sources(config.data)
+    stop = StopRequest()
+
+    class Watch(SilentSink):
+        def emit(self, event: Event) -> None:
+            if isinstance(event, StepDone) and event.step == stop_at - (how == "asked"):
+                if how == "killed":
+                    raise Stopped
+                stop.signal = signal.SIGINT  # noted by the next step
+
+    parts = build_parts(config, world, sources)
+    trainer = Trainer(config, "tiny", world, sources, parts, folder, Watch(), stop)
+    if list_checkpoints(folder / "checkpoints"):
+        trainer.resume()
+    try:
+        return trainer.run()
+    except Stopped:
+        return "killed"
+    finally:
+        assert parts.hybrid is not None
+        parts.hybrid.close()
+
+
+@pytest.mark.parametrize("stop_at", [4, 7])  # where no checkpoint is due; evaluations come after 5 and 10
+@pytest.mark.parametrize("how", ["asked", "killed"])
+def test_every_later_checkpoint_is_bit_identical_however_the_run_was_ended(
+    images: Path, tmp_path: Path, how: str, stop_at: int
+) -> None:
+    assert run_ranks(train_and_stop, 2, images, tmp_path / "whole", 0, "") == ["finished"] * 2
+    first = run_ranks(train_and_stop, 2, images, tmp_path / "broken", stop_at, how)
+    assert first == [{"asked": "interrupted", "killed": "killed"}[how]] * 2
+    assert (tmp_path / "broken" / "checkpoints" / f"step-{stop_at:08d}").exists() == (how == "asked")
+    assert run_ranks(train_and_stop, 2, images, tmp_path / "broken", 0, "") == ["finished"] * 2
+    for step in (3, 6, 9, 12, 13):
+        expected, found = (checkpoint_arrays(tmp_path / name, step) for name in ("whole", "broken"))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected), step
 
 
 def test_a_killed_rank_ends_the_others_with_a_sentence(images: Path, tmp_path: Path) -> None:

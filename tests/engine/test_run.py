@@ -1,5 +1,6 @@
 """One rank's run from configuration to the end, in this process: what it leaves in its folder and what it refuses."""
 
+import shutil
 import signal
 import tomllib
 from dataclasses import replace
@@ -13,7 +14,7 @@ from lockstep.comm.world import World
 from lockstep.engine import build
 from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, share_sources, watch_signals
 from lockstep.errors import LockstepError
-from lockstep.events import Sink
+from lockstep.events import Event, Notice, RunStarted, Sink
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import tiny_config
 from tests.ranks import run_ranks, world_of_one
@@ -55,6 +56,43 @@ def test_an_override_that_does_not_fit_leaves_the_run_resumable(
         train(images, tmp_path, *settings, resume=True)
     assert (tmp_path / "config.toml").read_bytes() == before
     assert train(images, tmp_path, "train.duration=4st", resume=True) == "finished"
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_run_that_runs_away_keeps_its_last_finite_checkpoint_and_goes_on_from_it(
+    images: Path, tmp_path: Path, compute: str
+) -> None:
+    """The loss of the last step was still finite: it is computed before the update."""
+    calm = [f"precision.compute={compute}", "train.checkpoint_every=1st", "optim.schedule=constant"]
+    train(images, tmp_path, *calm, "train.duration=1st")
+    wild = [*calm, "optim.trust_coefficient=1e38", "optim.lr=1e30", "train.duration=2st"]
+    with pytest.raises(LockstepError, match=r"no longer finite.* the last good one, .*step-00000001, with --resume"):
+        train(images, tmp_path, *wild, resume=True)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert train(images, tmp_path, *calm, "train.duration=2st", resume=True) == "finished"
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again_when_resumed(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path / "whole", "train.duration=4st")
+    train(images, tmp_path / "killed", "train.duration=4st")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints")
+    heard: list[Event] = []
+
+    class Ear(SilentSink):
+        def emit(self, event: Event) -> None:
+            heard.append(event)
+
+    config = tiny_config(images, *SHORT, "train.duration=4st")
+    folder = tmp_path / "killed"
+    run_rank(config, "tiny", folder, resume=True, membership=None, open_sink=lambda world, folder: Ear())
+    texts = [event.text for event in heard if isinstance(event, Notice)]
+    assert f"{folder} has no checkpoint yet; starting it from step 0, with its own configuration." in texts
+    assert [event.start_step for event in heard if isinstance(event, RunStarted)] == [0]
+    whole, again = (
+        load_file(tmp_path / name / "checkpoints" / "step-00000004" / "model.safetensors")
+        for name in ("whole", "killed")
+    )
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(images: Path, tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """A run's state to disk and back, on the same and on other rank counts."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor, Ledger, plan_step
+from lockstep.engine import checkpoint
 from lockstep.engine.build import Parts, assemble
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.errors import LockstepError
@@ -91,24 +94,46 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Ar
     return folder, run_ranks(save, 2, folder)
 
 
-def test_only_the_first_rank_writes_and_statistics_are_averaged(
+def test_only_the_first_rank_writes_and_each_keeps_its_own_statistics(
     saved: tuple[Path, list[tuple[Arrays, bool]]],
 ) -> None:
     (first, first_wrote), (second, second_wrote) = saved[1]
     assert (first_wrote, second_wrote) == (True, False)
-    assert torch.equal(first["1.running_mean"], torch.full((4,), 1.5))
-    assert torch.equal(second["1.running_mean"], torch.full((4,), 1.5))
+    assert torch.equal(first["1.running_mean"], torch.full((4,), 1.0))
+    assert torch.equal(second["1.running_mean"], torch.full((4,), 2.0))
+
+
+def test_the_network_on_disk_has_the_average_of_the_statistics(saved: tuple[Path, list[tuple[Arrays, bool]]]) -> None:
+    network = load_file(saved[0] / "step-00000018" / "model.safetensors")
+    assert torch.equal(network["1.running_mean"], torch.full((4,), 1.5))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_rank_of_any_count_gets_what_was_saved(saved: tuple[Path, list[tuple[Arrays, bool]]], size: int) -> None:
+    """As many ranks get their own statistics back, others their average."""
     folder, [(expected, _), _] = saved
-    for arrays, state, wrote, rule_steps, _ in run_ranks(load, size, folder):
+    for rank, (arrays, state, wrote, rule_steps, _) in enumerate(run_ranks(load, size, folder)):
         assert arrays.keys() == expected.keys()
         for name, value in expected.items():
-            assert torch.equal(arrays[name], value), name
+            own = torch.full((4,), rank + 1.0 if size == 2 else 1.5) if "running" in name else value
+            assert torch.equal(arrays[name], own), name
         assert (state.step, state.cursor) == (18, Cursor(EPOCH, NUM_STEPS * GLOBAL_BATCH))
         assert (wrote, rule_steps) == (2, 12)
+
+
+def forget_ranks(path: Path) -> None:
+    """Make the checkpoint one of the version before, that held no rank's own statistics."""
+    (path / "statistics.safetensors").unlink()
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["sha256"]["statistics.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+
+
+def test_a_checkpoint_without_the_ranks_own_statistics_still_loads(tmp_path: Path) -> None:
+    run_ranks(save, 2, tmp_path)
+    forget_ranks(tmp_path / "step-00000018")
+    for arrays, *_ in run_ranks(load, 2, tmp_path):
+        assert torch.equal(arrays["1.running_mean"], torch.full((4,), 1.5))
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -182,3 +207,36 @@ def test_another_data_order_is_refused(tmp_path: Path, change: dict[str, int]) -
     (name,) = change
     with pytest.raises(LockstepError, match=f"written with {name} = {ORDER[name]}, this run has {change[name]}"):
         load_state(tmp_path, parts, world, ORDER | change, pytest.fail)
+
+
+def spoil(world: World, where: str, rank: int, folder: Path) -> str:
+    parts = build_parts(world)
+    save_state(folder, State(step=1), parts, world, ORDER, keep=1)
+    arrays = {"weights": parts.weights, **parts.rule.state(), "statistics": parts.model.get_buffer("1.running_var")}
+    if world.rank == rank:
+        arrays[where][1] = float("nan")
+    try:
+        save_state(folder, State(step=2), parts, world, ORDER, keep=1)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("where", "name"), [("weights", "weights"), ("statistics", "batch-norm statistics")])
+def test_arrays_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, where: str, name: str) -> None:
+    sentence = spoil(world_of_one(), where, 0, tmp_path)
+    assert f"After step 2 the {name} are no longer finite" in sentence
+    assert f"the last good one, {tmp_path / 'step-00000001'}, with --resume" in sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_an_optimiser_array_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    kind = next(iter(build_parts(world_of_one()).rule.state()))
+    assert f"the {kind} are no longer finite" in spoil(world_of_one(), kind, 0, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["weights", "statistics"])
+def test_all_ranks_end_alike_whoever_holds_what_is_not_finite(tmp_path: Path, where: str) -> None:
+    sentences = run_ranks(spoil, 2, where, 1, tmp_path)
+    assert all("are no longer finite" in sentence for sentence in sentences)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -50,7 +50,7 @@ def test_the_summary_of_a_resumed_run_covers_all_parts(tmp_path: Path) -> None:
 def test_a_summary_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     display = Listener()
     sink = RunSink(tmp_path, display)
-    (tmp_path / "summary.json.part").mkdir()
+    (tmp_path / "summary.json").mkdir()
     for event in RUN:
         sink.emit(event)
     sink.close()

@@ -1,0 +1,143 @@
+"""A folder has one owner, and no rank outlives its launcher: real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.comm.world import World
+from lockstep.engine.owner import check_unowned, lock_folder, own_folder
+from lockstep.errors import LockstepError
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+from tests.ranks import run_ranks, world_of_one
+
+
+def start_endless(images: Path, folder: Path, num_ranks: int) -> "subprocess.Popen[str]":
+    settings = [*tiny_settings(images), "train.duration=4000ep", "train.checkpoint_every=1st", "train.eval_every=0st"]
+    process = commands.start(
+        "train", "quickstart", f"--ranks={num_ranks}", f"--out={folder}", *[f"--set={setting}" for setting in settings]
+    )
+    commands.wait_for_step(folder, 2, process)
+    return process
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < end, f"still there: {pids}"
+        time.sleep(0.02)
+
+
+def test_ranks_end_with_a_killed_launcher_and_leave_the_folder_free(images: Path, tmp_path: Path) -> None:
+    process = start_endless(images, tmp_path / "run", 2)
+    ranks = commands.list_children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    wait_until_gone(ranks, 5)
+    check_unowned(tmp_path / "run")
+    process.communicate()
+
+
+def test_a_living_run_is_not_resumed_beside_itself_but_a_killed_one_is(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start_endless(images, folder, 1)
+    try:
+        for num_ranks in (1, 2):
+            status, out, err = commands.run("train", str(folder), "--resume", f"--ranks={num_ranks}")
+            assert status == 1, out
+            (line,) = err.strip().splitlines()
+            assert f"{folder} is in use by a run that has not ended (process {process.pid} on " in line
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+    newest = int(max((folder / "checkpoints").glob("step-*")).name.removeprefix("step-"))
+    settings = [f"--set=train.duration={newest + 2}st", "--set=optim.warmup=0st"]
+    status, out, err = commands.run("train", str(folder), "--resume", "--ranks=1", *settings)
+    assert status == 0, err
+    assert "Going on from step" in out, err
+
+
+def test_the_lock_is_the_kernels_and_goes_with_the_process(tmp_path: Path) -> None:
+    take = f"from lockstep.engine.owner import *; lock_folder(Path({str(tmp_path)!r}))"
+    line = f"{take}; print('held', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(LockstepError, match=f"process {holder.pid} on .*; stop that one first"):
+            check_unowned(tmp_path)
+        holder.kill()
+        holder.wait()
+        check_unowned(tmp_path)
+
+
+def test_a_folder_is_free_again_after_its_run(tmp_path: Path) -> None:
+    with own_folder(tmp_path, world_of_one()), pytest.raises(LockstepError, match="is in use"):
+        lock_folder(tmp_path)
+    check_unowned(tmp_path)
+
+
+def complain(world: World, folder: Path) -> str:
+    try:
+        with own_folder(folder, world):
+            return ""
+    except LockstepError as error:
+        return str(error)
+
+
+def test_every_rank_hears_that_the_folder_is_taken(tmp_path: Path) -> None:
+    with own_folder(tmp_path, world_of_one()):
+        first, second = run_ranks(complain, 2, tmp_path)
+    assert "is in use" in first
+    assert first == second
+
+
+FOLLOWER = (
+    "import os, sys, time; from lockstep.processes import follow_launcher; follow_launcher(os.environ); "
+    "print(os.getpid(), flush=True); time.sleep(60)"
+)
+STARTER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]); input()"
+
+
+@pytest.mark.parametrize(("name", "follows"), [("SLURM_STEP_ID", True), ("TORCHELASTIC_RUN_ID", True), ("RANK", False)])
+def test_a_rank_follows_torchrun_and_srun_but_not_a_shell(name: str, follows: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "TORCHELASTIC"))}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, FOLLOWER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment | {name: "1", "PYTHONPATH": str(commands.ROOT)},
+    )
+    assert starter.stdout is not None
+    rank = int(starter.stdout.readline())
+    starter.kill()
+    starter.wait()
+    if follows:
+        wait_until_gone([rank], 5)
+    else:
+        time.sleep(0.3)
+        os.kill(rank, signal.SIGKILL)  # it is still there
+    starter.communicate()
+
+
+def test_a_rank_whose_launcher_is_gone_already_does_not_start() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "lockstep", "--version"],
+        env=os.environ | {"LOCKSTEP_LAUNCHER": "1", "PYTHONPATH": str(commands.ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (1, "")
+
+
+def test_what_a_killed_write_left_aside_is_gone_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".aside-step-00000003").mkdir(parents=True)
+    (tmp_path / ".aside-config.toml-1-1").write_text("half")
+    with own_folder(tmp_path, world_of_one()):
+        assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", ".lock"}
