@@ -24,7 +24,7 @@ from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
-from lockstep.engine.measure import Chosen, choose_plan, default_plan_folder
+from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import LockstepError, SharedError
