@@ -68,11 +68,9 @@ def read_small(path: Path, max_bytes: int) -> bytes:
     # Not blocking: a pipe would hold up the very call that opens it. Plain files do not mind.
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(file, "rb") as opened:
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(os.fstat(file).st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-        data = opened.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that make sense", str(path))
-    return data
+        if status.st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than the {max_bytes:,} bytes that make sense", str(path))
+        return opened.read(status.st_size)

@@ -90,6 +90,16 @@ def steps_per_epoch(num_samples: int, global_batch: int) -> int:
     return -(-num_samples // global_batch)
 
 
+def step_at(cursor: Cursor, num_samples: int, global_batch: int) -> int:
+    """The number of the step that starts at the cursor, in a run of such batches whose epochs end where epochs end.
+
+    A run that goes on with another global batch keeps its place in the data and is numbered by this: duration, warm-up
+    and milestones follow from epochs, so whoever doubles the batch has half the steps behind as well as ahead.
+    """
+    left = steps_per_epoch(num_samples - cursor.position, global_batch)
+    return (cursor.epoch + 1) * steps_per_epoch(num_samples, global_batch) - left
+
+
 def plan_step(cursor: Cursor, num_samples: int, global_batch: int, rank: int, world_size: int, seed: int) -> StepPlan:
     """The samples this rank takes at the step that starts at the cursor."""
     global_size = min(global_batch, num_samples - cursor.position)

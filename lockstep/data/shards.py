@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lockstep.data.files import check_length, measure_plain, open_plain
 from lockstep.data.index import Index, read_index
 from lockstep.data.record import BLOCK, parse_name
+from lockstep.data.sources import hash_arrays, hash_labels
 from lockstep.errors import LockstepError
 
 SPLITS = ("train", "val")
@@ -75,6 +76,9 @@ class Shards:
         self._paths = [root / shard.name for shard in index.shards]
         self._firsts = list(accumulate((shard.num_samples for shard in index.shards), initial=0))
         self._open = _build_opener()
+        # Not the offsets: the same samples in shards of another size are the same data.
+        content = hash_arrays(index.lengths, index.checksums)
+        self._fingerprint = {"labels": hash_labels(index.classes, index.labels), "bytes": content}
 
     @property
     def num_samples(self) -> int:
@@ -92,6 +96,10 @@ class Shards:
     def read(self, index: int) -> bytes:
         """The encoded image; OSError when it cannot be read."""
         return self._open(self._path(index)).read(BLOCK * int(self._blocks[index]), int(self._lengths[index]))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Whether it is still the same data: labels, lengths and checksums."""
+        return self._fingerprint
 
     def where(self, index: int) -> str:
         """The shard and the sample's number, which are known without reading."""

@@ -4,6 +4,7 @@ A source is anything with the members of `Source`; the order before it gives the
 the bytes. Here are image folders, and a generated data set is one too (`generated.py`); packed ones: `shards.py`.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator
 from itertools import accumulate
@@ -30,6 +31,27 @@ class Source(Protocol):
     def labels(self) -> NDArray[np.integer[Any]]: ...
     def read(self, index: int) -> bytes: ...
     def name(self, index: int) -> str: ...
+
+
+class DataSet(Source, Protocol):
+    """A source that can be told from others when a run goes on."""
+
+    def fingerprint(self) -> dict[str, str]: ...
+
+
+def hash_arrays(*arrays: bytes | NDArray[Any]) -> str:
+    """A short hash over arrays, each with its length, so that what moves from one to the next is noticed."""
+    total = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        data = array if isinstance(array, bytes) else np.ascontiguousarray(array).data.cast("B")
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return total.hexdigest()
+
+
+def hash_labels(classes: tuple[str, ...], labels: NDArray[np.integer[Any]]) -> str:
+    """What two forms of one data set have in common: the classes, and which sample is of which."""
+    return hash_arrays("\0".join(classes).encode(errors="surrogateescape"), labels.astype(np.int64))
 
 
 class ImageFolder:
@@ -61,6 +83,11 @@ class ImageFolder:
     def size(self, index: int) -> int:
         """Bytes of the file; OSError when there is none."""
         return measure_plain(self._path(index))
+
+    def fingerprint(self) -> dict[str, str]:
+        """Whether it is still the same data: names and labels. Not the files' sizes: a million would have to be asked."""
+        names = hash_arrays(self.paths, self.ends)
+        return {"labels": hash_labels(self.classes, self.labels), "names": names}
 
     def part(self, first: int, last: int) -> "ImageFolder":
         """The samples from `first` to before `last`, numbered from 0."""

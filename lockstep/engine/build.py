@@ -19,7 +19,7 @@ from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
-from lockstep.data.sources import Source, open_folder
+from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError
@@ -47,8 +47,8 @@ HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 class Sources:
     """Where the samples lie."""
 
-    train: Source
-    val: Source
+    train: DataSet
+    val: DataSet
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ damaged checkpoint is passed over with a sentence and the one before it is taken
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -18,10 +19,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from lockstep.errors import LockstepError
-from lockstep.files import ASIDE, clear_leftovers, flush_folder, write_flushed
+from lockstep.files import ASIDE, clear_leftovers, flush_folder, read_small, write_flushed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-\d{8}")
+FILE_NAME = re.compile(r"[a-z]+\.safetensors")  # in the checkpoint's own folder
+MAX_MANIFEST_BYTES = 1 << 20
+MAX_TENSOR_BYTES = 1 << 36  # no forged file shall take all the memory
 
 Files = Mapping[str, Mapping[str, Tensor]]
 
@@ -48,8 +53,13 @@ class Saved:
     seconds: float
 
 
-def save_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, Any], *, keep: int) -> Saved:
-    """Write one checkpoint and drop all but the newest `keep`; raises OSError and leaves the older ones alone."""
+def save_checkpoint(
+    folder: Path, step: int, files: Files, state: Mapping[str, Any], *, keep: int, drop_later: bool = False
+) -> Saved:
+    """Write one checkpoint and drop all but the newest `keep`; raises OSError and leaves the older ones alone.
+
+    `drop_later`: those with a greater number too, because the run counts its steps anew and would take them for newer.
+    """
     start = time.perf_counter()
     path = folder / f"step-{step:08d}"
     aside = folder / f"{ASIDE}{path.name}"
@@ -79,20 +89,29 @@ def save_checkpoint(folder: Path, step: int, files: Files, state: Mapping[str, A
     # A later step's checkpoint is one that resuming passed over: it must not push out the good ones.
     for old in [other for other in list_checkpoints(folder) if other.name <= path.name][keep:]:
         shutil.rmtree(old, ignore_errors=True)
+    for later in [other for other in list_checkpoints(folder) if other.name > path.name and drop_later]:
+        shutil.rmtree(later, ignore_errors=True)
     return Saved(path, num_bytes, time.perf_counter() - start)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints under `folder`, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """Checkpoints under `folder`, newest first; what has another name is none."""
+    return sorted((path for path in folder.glob("step-*") if NAME.fullmatch(path.name)), reverse=True)
 
 
-def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
-    """The newest undamaged checkpoint under `folder`; `warn` hears of each one passed over."""
+def load_checkpoint(
+    folder: Path, warn: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> Checkpoint:
+    """The newest undamaged checkpoint under `folder`; `warn` hears of each one passed over.
+
+    `check` raises DamagedCheckpoint for one that says what cannot be, though its hashes are right.
+    """
     paths = list_checkpoints(folder)
     for path in paths:
         try:
-            return read_checkpoint(path)
+            checkpoint = read_checkpoint(path)
+            check(checkpoint)
+            return checkpoint
         except DamagedCheckpoint as damage:
             warn(f"The checkpoint {path} is damaged ({damage}); taking the one before it.")
     if paths:
@@ -103,22 +122,32 @@ def load_checkpoint(folder: Path, warn: Callable[[str], None]) -> Checkpoint:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read one checkpoint and verify its hashes."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        if manifest["format"] != FORMAT:
-            raise DamagedCheckpoint(f"its format is {manifest['format']}, this version reads {FORMAT}")
-        if manifest["seal"] != _seal(manifest):
-            raise DamagedCheckpoint("its manifest does not match its seal")
+        manifest = _read_manifest(path)
         files: dict[str, dict[str, Tensor]] = {}
         for name, expected in manifest["sha256"].items():
-            data = (path / name).read_bytes()
+            if not FILE_NAME.fullmatch(name):
+                raise DamagedCheckpoint(f"its manifest names a file {name[:40]!r}")
+            data = read_small(path / name, MAX_TENSOR_BYTES)
             if hashlib.sha256(data).hexdigest() != expected:
                 raise DamagedCheckpoint(f"{name} does not match its hash")
             files[name.removesuffix(".safetensors")] = _refuse_infinite(name, load(data))
         return Checkpoint(path, files, manifest["state"])
     except OSError as error:
         raise DamagedCheckpoint(f"{error.filename or path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError, SafetensorError) as error:
         raise DamagedCheckpoint("its manifest cannot be read") from error
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of one checkpoint, of this format, sealed, and of the step that the folder is named for."""
+    manifest: dict[str, Any] = json.loads(read_small(path / MANIFEST, MAX_MANIFEST_BYTES))
+    if manifest["format"] != FORMAT:
+        raise DamagedCheckpoint(f"its format is {str(manifest['format'])[:40]}, this version reads {FORMAT}")
+    if manifest["seal"] != _seal(manifest):
+        raise DamagedCheckpoint("its manifest does not match its seal")
+    if path.name != f"step-{manifest['step']:08d}":
+        raise DamagedCheckpoint("its manifest is that of another step")
+    return manifest
 
 
 def _refuse_infinite(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

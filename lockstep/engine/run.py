@@ -10,15 +10,16 @@ import torch
 
 from lockstep.comm.pulse import Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
-from lockstep.config import RunConfig, to_toml
+from lockstep.config import SECTIONS, RunConfig, show, to_toml
 from lockstep.data.sources import check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
-from lockstep.events import Sink
+from lockstep.events import Notice, Sink
 from lockstep.files import write_whole
+from lockstep.recipes.read import load_recipe
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -56,6 +57,8 @@ def run_rank(
             if resume:
                 trainer.resume()
                 if world.is_first:  # not before: overrides that do not fit must leave the run resumable
+                    if changes := describe_changes(folder, config):
+                        sink.emit(Notice(level="info", text=changes))
                     write_config(folder, config)
             return trainer.run()
         finally:
@@ -68,6 +71,23 @@ def prepare_folder(folder: Path) -> None:
     """See that the folder holds no other run."""
     if (folder / "events.jsonl").exists():
         raise LockstepError(f"{folder} already holds a run; add --resume to go on with it, or choose another --out.")
+
+
+def describe_changes(folder: Path, config: RunConfig) -> str:
+    """What is asked for now and was not before, in one sentence; empty if nothing is."""
+    try:
+        _, before = load_recipe(str(folder))
+    except LockstepError:  # of another version, or damaged: there is nothing to compare with
+        return ""
+    was, now = (_flatten(tree) for tree in (before, config))
+    changes = [f"{key} was {show(was[key])} and is {show(now[key])}" for key in now if was[key] != now[key]]
+    return f"Going on with other settings: {'; '.join(changes)}." if changes else ""
+
+
+def _flatten(config: RunConfig) -> dict[str, object]:
+    """Every setting by its whole name."""
+    tables = {name: getattr(config, name) for name in SECTIONS}
+    return {f"{name}.{key}": getattr(table, key) for name, table in tables.items() for key in type(table).model_fields}
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

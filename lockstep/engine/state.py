@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.data.order import Cursor, Ledger
+from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import Saved, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.engine.counters import check_counters
 from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
@@ -34,6 +35,15 @@ class State:
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     ledger: Ledger = field(default_factory=Ledger)  # this rank's part of the running epoch
+
+
+@dataclass(frozen=True)
+class Written:
+    """Who wrote a checkpoint, and how it counted."""
+
+    world_size: int
+    step: int
+    global_batch: int | None  # None: by a version that did not say
 
 
 @dataclass(frozen=True)
@@ -109,11 +119,19 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
 
 
 def save_state(
-    folder: Path, state: State, parts: Parts, world: World, order: Mapping[str, int], *, keep: int
+    folder: Path,
+    state: State,
+    parts: Parts,
+    world: World,
+    order: Mapping[str, Any],
+    *,
+    keep: int,
+    drop_later: bool = False,
 ) -> Saved | None:
     """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
 
-    `order` is what the data order depends on: seed and number of samples. Arrays that are not finite are a SharedError.
+    `order` is what the data order depends on: seed, number of samples, global batch and the data's fingerprint. Arrays
+    that are not finite are a SharedError.
     """
     ledger = sum_ledger(state.ledger, world)
     ranks = gather_statistics(parts.model, world)
@@ -125,11 +143,11 @@ def save_state(
         if world.size > 1 and ranks.numel():
             files["statistics"] = {RANKS: ranks}
         counters = _collect_counters(state, ledger, parts, world, order)
-        return save_checkpoint(folder, state.step, files, counters, keep=keep)
+        return save_checkpoint(folder, state.step, files, counters, keep=keep, drop_later=drop_later)
 
 
 def _collect_counters(
-    state: State, ledger: Ledger, parts: Parts, world: World, order: Mapping[str, int]
+    state: State, ledger: Ledger, parts: Parts, world: World, order: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
         "step": state.step,
@@ -144,17 +162,18 @@ def _collect_counters(
 
 
 def load_state(
-    folder: Path, parts: Parts, world: World, order: Mapping[str, int], warn: Callable[[str], None]
-) -> tuple[State, int]:
-    """Go on from the last good checkpoint; also returns how many ranks wrote it.
+    folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
+) -> tuple[State, Written]:
+    """Go on from the last good checkpoint; also returns who wrote it.
 
-    Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
+    With another global batch the run keeps its place in the data, and the step is the one that starts there in such
+    batches (`step_at`). Rank 0 reads, the others receive, so that only one needs the disk and all agree on which checkpoint it is.
     """
     counters: dict[str, Any] = {}
     failure, ranks = "", None
     if world.is_first:
         try:
-            checkpoint = load_checkpoint(folder, warn)
+            checkpoint = load_checkpoint(folder, warn, check_counters)
             _check_rule(parts, checkpoint.state["rule"])
             _check_order(order, checkpoint.state["order"])
             _fill_tensors(parts, checkpoint.files)
@@ -177,7 +196,15 @@ def load_state(
     if parts.loss_scale and counters.get("loss_scale"):
         parts.loss_scale.load(counters["loss_scale"])
     ledger = Ledger(int(counters["ledger"]["value"], 16), counters["ledger"]["count"]) if world.is_first else Ledger()
-    return State(counters["step"], Cursor(**counters["cursor"]), ledger), counters["world_size"]
+    cursor, written = Cursor(**counters["cursor"]), _read_writer(counters)
+    step = written.step
+    if written.global_batch is not None and "global_batch" in order:
+        step = step_at(cursor, order["num_samples"], order["global_batch"])
+    return State(step, cursor, ledger), written
+
+
+def _read_writer(counters: Mapping[str, Any]) -> Written:
+    return Written(counters["world_size"], counters["step"], counters["order"].get("global_batch"))
 
 
 def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
@@ -222,14 +249,21 @@ def _check_rule(parts: Parts, saved: str) -> None:
         )
 
 
-def _check_order(order: Mapping[str, int], saved: Mapping[str, int]) -> None:
-    """Refuse another seed or another number of samples: the cursor would point into another order."""
-    for name, value in saved.items():
-        if order[name] != value:
+def _check_order(order: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse another seed or other samples: the cursor would point into another order."""
+    for name in ("seed", "num_samples"):
+        if order[name] != saved[name]:
             raise LockstepError(
-                f"The checkpoint was written with {name} = {value}, this run has {order[name]}; "
+                f"The checkpoint was written with {name} = {saved[name]}, this run has {order[name]}; "
                 "resume with the seed and the data the run was started with."
             )
+    # A folder and its pack have only the labels in common; an older checkpoint knows nothing of the data.
+    now, then = order.get("data", {}), saved.get("data", {})
+    if different := sorted(kind for kind in now.keys() & then.keys() if now[kind] != then[kind]):
+        raise LockstepError(
+            f"The training data has changed since the checkpoint was written (other {' and '.join(different)}); resume "
+            "with the data the run was started with, or start a new run."
+        )
 
 
 def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:

@@ -6,8 +6,9 @@ import platform
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class Trainer:
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.input = InputReport(world, sink)
         self.unsaved = ""  # why the last checkpoint could not be written
+        self.is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
 
     def run(self) -> Status:
         """Train to the end or until asked to stop; either way the last step taken is on disk."""
@@ -196,10 +198,13 @@ class Trainer:
     def _epoch(self) -> float:
         return self.state.step / self.steps_per_epoch
 
-    @property
-    def _order(self) -> dict[str, int]:
-        """What the data order depends on."""
-        return {"seed": self.config.train.seed, "num_samples": self.sources.train.num_samples}
+    @cached_property
+    def _order(self) -> dict[str, Any]:
+        """What the data order depends on, and what tells the data from others."""
+        train, source = self.config.train, self.sources.train
+        fingerprint = source.fingerprint() if self.world.is_first else {}  # rank 0 alone compares
+        counts = {"num_samples": source.num_samples, "global_batch": train.global_batch}
+        return {"seed": train.seed, **counts, "data": fingerprint}
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -311,7 +316,13 @@ class Trainer:
         folder = self.folder / "checkpoints"
         try:
             saved = save_state(
-                folder, self.state, self.parts, self.world, self._order, keep=self.config.train.keep_checkpoints
+                folder,
+                self.state,
+                self.parts,
+                self.world,
+                self._order,
+                keep=self.config.train.keep_checkpoints,
+                drop_later=self.is_renumbered,
             )
         except OSError as error:
             self.unsaved = (
@@ -334,14 +345,21 @@ class Trainer:
         if not self.world.broadcast_value(bool(self.world.is_first and list_checkpoints(folder))):
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
             return
-        self.state, wrote = load_state(folder, self.parts, self.world, self._order, self._warn)
+        self.state, written = load_state(folder, self.parts, self.world, self._order, self._warn)
         if self._is_last:
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
                 "--set train.duration=… with a longer one."
             )
         ranks = f"{self.world.size} rank{'s' if self.world.size > 1 else ''}"
-        self._inform(f"Going on from step {self.state.step} on {ranks}; {wrote} wrote the checkpoint.")
+        self._inform(f"Going on from step {written.step} on {ranks}; {written.world_size} wrote the checkpoint.")
+        self.is_renumbered = self.state.step != written.step
+        if self.is_renumbered:
+            place = f"epoch {self.state.cursor.epoch + 1}, sample {self.state.cursor.position + 1:,}"
+            self._inform(
+                f"train.global_batch was {written.global_batch} and is {self.config.train.global_batch}: the run keeps "
+                f"its place in the data ({place}), which is step {self.state.step} of {self.total_steps} in such batches."
+            )
 
     def _emit(self, event: Event) -> None:
         self.sink.emit(event)

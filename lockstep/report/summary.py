@@ -33,7 +33,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         **_accuracy(parts),
         **_speed(start.world_size, ended),
         "steps": step,
-        "epochs": step / start.steps_per_epoch,
+        "epochs": step / max(1, start.steps_per_epoch),
         "wall_s": sum(map(_wall_s, parts)),
         "resumed": len(parts) - 1,
         **_samples(parts),
@@ -94,7 +94,9 @@ def _accuracy(parts: list[list[Event]]) -> dict[str, Any]:
         start = part[0]
         assert isinstance(start, RunStarted)
         # What came after the checkpoint this part resumed from was lost and done again.
-        reached = [(event, wall_s) for event, wall_s in reached if event.step <= start.start_step]
+        # By epochs: a part with another global batch numbers its steps anew.
+        epoch = start.start_step / max(1, start.steps_per_epoch)
+        reached = [(event, wall_s) for event, wall_s in reached if event.epoch <= epoch]
         reached += [(event, before_s + event.time_s - start.time_s) for event in part if isinstance(event, Evaluated)]
         before_s += _wall_s(part)
     points = [{"step": event.step, "top1": event.top1, "wall_s": wall_s} for event, wall_s in reached]

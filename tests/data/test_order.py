@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.order import Cursor, Ledger, expected_ledger, mix, permute, plan_step, share, steps_per_epoch
+from lockstep.data.order import (
+    Cursor,
+    Ledger,
+    expected_ledger,
+    mix,
+    permute,
+    plan_step,
+    share,
+    step_at,
+    steps_per_epoch,
+)
 
 MASK = 2**64 - 1
 
@@ -188,3 +198,22 @@ def test_the_ledger_tells_any_lost_or_doubled_sample(num_samples: int, epoch: in
     ledger = Ledger()
     ledger.add(epoch, np.repeat(np.arange(num_samples), counts))
     assert (ledger == expected_ledger(num_samples, epoch)) == bool((counts == 1).all())
+
+
+@given(st.integers(1, 90), st.integers(1, 40), st.integers(0, 2))
+def test_steps_are_numbered_from_any_cursor_as_by_counting(num_samples: int, global_batch: int, epochs: int) -> None:
+    cursor, step = Cursor(), 0
+    while cursor.epoch <= epochs:
+        assert step_at(cursor, num_samples, global_batch) == step
+        cursor, step = plan_step(cursor, num_samples, global_batch, 0, 1, seed=0).next, step + 1
+
+
+@given(st.integers(1, 90), st.integers(0, 89), st.integers(1, 40), st.integers(0, 3))
+def test_from_any_place_an_epoch_ends_with_its_last_step(
+    num_samples: int, position: int, global_batch: int, epoch: int
+) -> None:
+    cursor = Cursor(epoch, position % num_samples)
+    step = step_at(cursor, num_samples, global_batch)
+    while cursor.epoch == epoch:
+        cursor, step = plan_step(cursor, num_samples, global_batch, 0, 1, seed=0).next, step + 1
+    assert step == (epoch + 1) * steps_per_epoch(num_samples, global_batch)

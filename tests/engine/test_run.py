@@ -1,5 +1,6 @@
 """One rank's run from configuration to the end, in this process: what it leaves in its folder and what it refuses."""
 
+import json
 import shutil
 import signal
 import tomllib
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.comm.world import World
-from lockstep.engine import build
+from lockstep.data.pack import pack_folder
+from lockstep.engine import build, checkpoint
+from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, share_sources, watch_signals
 from lockstep.errors import LockstepError
-from lockstep.events import Event, Notice, RunStarted, Sink
+from lockstep.events import EpochDone, Event, Notice, RunStarted, Sink, StepDone
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import tiny_config
 from tests.ranks import run_ranks, world_of_one
@@ -29,6 +32,23 @@ def open_sink(world: World, folder: Path) -> Sink:
 def train(images: Path, folder: Path, *settings: str, resume: bool = False) -> str:
     config = tiny_config(images, *SHORT, *settings)
     return run_rank(config, "tiny", folder, resume=resume, membership=None, open_sink=open_sink)
+
+
+def listen(images: Path, folder: Path, *settings: str) -> list[Event]:
+    """Resume a run, and hear what it says."""
+    heard: list[Event] = []
+
+    class Ear(SilentSink):
+        def emit(self, event: Event) -> None:
+            heard.append(event)
+
+    config = tiny_config(images, *SHORT, *settings)
+    run_rank(config, "tiny", folder, resume=True, membership=None, open_sink=lambda world, folder: Ear())
+    return heard
+
+
+def texts(heard: list[Event]) -> list[str]:
+    return [event.text for event in heard if isinstance(event, Notice)]
 
 
 def read_config(folder: Path) -> dict[str, dict[str, object]]:
@@ -76,23 +96,90 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_when_resumed(imag
     train(images, tmp_path / "whole", "train.duration=4st")
     train(images, tmp_path / "killed", "train.duration=4st")
     shutil.rmtree(tmp_path / "killed" / "checkpoints")
-    heard: list[Event] = []
-
-    class Ear(SilentSink):
-        def emit(self, event: Event) -> None:
-            heard.append(event)
-
-    config = tiny_config(images, *SHORT, "train.duration=4st")
-    folder = tmp_path / "killed"
-    run_rank(config, "tiny", folder, resume=True, membership=None, open_sink=lambda world, folder: Ear())
-    texts = [event.text for event in heard if isinstance(event, Notice)]
-    assert f"{folder} has no checkpoint yet; starting it from step 0, with its own configuration." in texts
+    heard = listen(images, tmp_path / "killed", "train.duration=4st")
+    assert any(
+        text.endswith("has no checkpoint yet; starting it from step 0, with its own configuration.")
+        for text in texts(heard)
+    )
     assert [event.start_step for event in heard if isinstance(event, RunStarted)] == [0]
     whole, again = (
         load_file(tmp_path / name / "checkpoints" / "step-00000004" / "model.safetensors")
         for name in ("whole", "killed")
     )
     assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_a_resume_with_another_global_batch_keeps_its_place_and_counts_anew(images: Path, tmp_path: Path) -> None:
+    """130 samples: 7 steps of 28 end 56 samples into the second epoch; two steps of 56 are left of it, of six in all."""
+    train(images, tmp_path, "train.duration=7st")
+    heard = listen(images, tmp_path, "train.global_batch=56", "train.duration=3ep")
+    said = texts(heard)
+    assert "Going on from step 7 on 1 rank; 1 wrote the checkpoint." in said
+    assert (
+        "train.global_batch was 28 and is 56: the run keeps its place in the data (epoch 2, sample 57), "
+        "which is step 4 of 9 in such batches."
+    ) in said
+    assert [event.start_step for event in heard if isinstance(event, RunStarted)] == [4]
+    assert [event.step for event in heard if isinstance(event, StepDone)] == [5, 6, 7, 8, 9]
+    epochs = [event for event in heard if isinstance(event, EpochDone)]
+    assert [(event.epoch, event.ledger_ok) for event in epochs] == [(1, True), (2, True)]
+    (again,) = (
+        event
+        for event in listen(images, tmp_path, "train.global_batch=56", "train.duration=4ep")
+        if isinstance(event, RunStarted)
+    )
+    assert again.start_step == 9
+
+
+def test_checkpoints_counted_in_smaller_batches_are_not_taken_for_newer_ones(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path, "train.duration=7st")
+    train(images, tmp_path, "train.global_batch=130", "train.duration=2ep", resume=True)
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000002"]
+
+
+def test_a_resume_says_in_one_line_what_is_asked_for_anew(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path)
+    said = texts(listen(images, tmp_path, "train.duration=4st", "optim.weight_decay=0.001"))
+    changes = [text for text in said if text.startswith("Going on with other settings")]
+    assert changes == [
+        'Going on with other settings: optim.weight_decay was 0.0001 and is 0.001; train.duration was "3st" and is "4st".'
+    ]
+
+
+@pytest.mark.parametrize("change", ["name", "class"])
+def test_other_data_of_the_same_size_is_refused(images: Path, tmp_path: Path, change: str) -> None:
+    folder = Path(shutil.copytree(images, tmp_path / "images"))
+    train(folder, tmp_path / "run")
+    first = min((folder / "train" / "star").iterdir())
+    first.rename(folder / "train" / ("ring" if change == "class" else "star") / "another.jpeg")
+    with pytest.raises(
+        LockstepError, match=r"The training data has changed .* \(other .*names\); resume with the data"
+    ):
+        train(folder, tmp_path / "run", "train.duration=4st", resume=True)
+
+
+def test_the_same_data_in_another_place_or_packed_is_the_same(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path / "run")
+    moved = Path(shutil.copytree(images, tmp_path / "moved"))
+    assert train(moved, tmp_path / "run", "train.duration=4st", resume=True) == "finished"
+    pack_folder(images, tmp_path / "pack")
+    assert train(tmp_path / "pack", tmp_path / "run", "train.duration=5st", resume=True) == "finished"
+    pack_folder(images, tmp_path / "small", shard_mb=0.05)
+    assert train(tmp_path / "small", tmp_path / "run", "train.duration=6st", resume=True) == "finished"
+    other = max((moved / "train" / "star").iterdir())
+    other.write_bytes(min((moved / "train" / "ring").iterdir()).read_bytes())
+    pack_folder(moved, tmp_path / "other")
+    with pytest.raises(LockstepError, match=r"has changed .* \(other bytes\)"):
+        train(tmp_path / "other", tmp_path / "run", "train.duration=7st", resume=True)
+
+
+def test_a_manifest_that_knows_neither_batch_nor_data_still_resumes(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path)
+    path = tmp_path / "checkpoints" / "step-00000003" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["state"]["order"]["global_batch"], manifest["state"]["order"]["data"]
+    path.write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+    assert train(images, tmp_path, "train.duration=4st", resume=True) == "finished"
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(images: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def save(world: World, folder: Path) -> tuple[Arrays, bool]:
 def load(world: World, folder: Path) -> tuple[Arrays, State, int, int, Ledger]:
     parts = build_parts(world)
     state, wrote = load_state(folder, parts, world, ORDER, pytest.fail)
-    return collect(parts), state, wrote, parts.rule.step_count, sum_ledger(state.ledger, world)
+    return collect(parts), state, wrote.world_size, parts.rule.step_count, sum_ledger(state.ledger, world)
 
 
 @pytest.fixture(scope="module")

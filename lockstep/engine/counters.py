@@ -1,0 +1,106 @@
+"""Whether a checkpoint's counters can be true: each number against what it describes, before anybody relies on one.
+
+A seal only tells that a manifest is as somebody wrote it; it may have been written wrongly, or to do harm. What cannot
+be is damage, and the checkpoint is passed over (`checkpoint.py`).
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.order import Cursor, step_at
+from lockstep.engine.checkpoint import Checkpoint, DamagedCheckpoint
+
+MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in every format here
+MAX_RANKS = 1 << 20
+RULES = ("sgd", "lars", "lamb")
+NUM_SCALE_NUMBERS = 4  # the state of a loss scale
+LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
+
+
+def check_counters(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that lacks something or says something impossible."""
+    state = checkpoint.state
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint("its counters are no table")
+    faults = {
+        "files": not {"model", "optimizer"} <= checkpoint.files.keys(),
+        "step": not _is_count(state.get("step")) or checkpoint.path.name != f"step-{state['step']:08d}",
+        "rule": state.get("rule") not in RULES,
+        "rule_steps": not _is_count(state.get("rule_steps")),
+        "world_size": not _is_count(state.get("world_size"), 1, MAX_RANKS),
+        "loss_scale": not _is_scale(state.get("loss_scale")),
+        "order": not _is_order(state.get("order")),
+        "cursor": not _is_table(state.get("cursor"), {"epoch", "position"}),
+        "ledger": not _is_ledger(state.get("ledger")),
+    }
+    for name, is_wrong in faults.items():
+        if is_wrong:
+            raise DamagedCheckpoint(f"its manifest says nothing possible of {name}")
+    _check_formats(checkpoint.files)
+    _check_place(state)
+    _check_statistics(checkpoint.files.get("statistics", {}), state["world_size"])
+
+
+def _check_place(state: Mapping[str, Any]) -> None:
+    """Step, cursor and ledger tell the same story."""
+    cursor, order, ledger = Cursor(**state["cursor"]), state["order"], state["ledger"]
+    if cursor.position >= order["num_samples"]:
+        raise DamagedCheckpoint("its cursor lies beyond the data")
+    if ledger["count"] != cursor.position:
+        raise DamagedCheckpoint("its ledger has not as many samples as its cursor")
+    if "global_batch" in order and step_at(cursor, order["num_samples"], order["global_batch"]) != state["step"]:
+        raise DamagedCheckpoint("its cursor is not that of its step")
+
+
+def _check_formats(files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Masters, momentum and statistics are FP32 in every precision; only batch norm counts in integers."""
+    for file, arrays in files.items():
+        for name, array in arrays.items():
+            if array.dtype not in (torch.float32, torch.int64):
+                raise DamagedCheckpoint(f"{file}.safetensors has {name[:40]} in a format of another program")
+
+
+def _check_statistics(statistics: Mapping[str, Tensor], world_size: int) -> None:
+    for array in statistics.values():
+        if array.ndim != 2 or len(array) != world_size:
+            raise DamagedCheckpoint(f"its statistics are not those of {world_size} ranks")
+
+
+def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_table(value: Any, names: set[str]) -> bool:
+    """Whether it has exactly these names, each with a count."""
+    return isinstance(value, dict) and value.keys() == names and all(map(_is_count, value.values()))
+
+
+def _is_ledger(value: Any) -> bool:
+    if not isinstance(value, dict) or value.keys() != {"value", "count"}:
+        return False
+    return (
+        isinstance(value["value"], str) and bool(LEDGER_VALUE.fullmatch(value["value"])) and _is_count(value["count"])
+    )
+
+
+def _is_scale(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, list) or len(value) != NUM_SCALE_NUMBERS:
+        return False
+    is_number = all(type(number) in (int, float) and abs(number) < 1e38 for number in value)
+    return is_number and all(map(math.isfinite, value)) and value[0] > 0 and min(value) >= 0
+
+
+def _is_order(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= {"seed", "num_samples", "global_batch", "data"}:
+        return False
+    data = value.get("data", {})
+    is_data = isinstance(data, dict) and all(isinstance(text, str) for text in data.values())
+    counts = _is_count(value.get("num_samples"), 1) and _is_count(value.get("global_batch", 1), 1)
+    return is_data and counts and _is_count(value.get("seed"), 0, 2**64 - 1)
