@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -20,6 +22,7 @@ from lockstep.comm.seal import SECRET, make_secret
 from lockstep.engine.rendezvous import register_rendezvous
 from lockstep.errors import LockstepError
 from lockstep.processes import LAUNCHER
+from lockstep.restarts import OUTCOME, read_outcome
 
 # An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
 SHUTDOWN_TIMEOUT_S = 300
@@ -39,8 +42,19 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `lockstep ARGUMENTS` as `num_ranks` ranks on this node and return the exit status."""
+def launch_ranks(num_ranks: int, arguments: Sequence[str], restarts: int = 0) -> int:
+    """Run `lockstep ARGUMENTS` as `num_ranks` ranks on this node and return the exit status.
+
+    When a rank is lost, all are started again, at most `restarts` times, and go on from the last checkpoint. Ranks that
+    end of their own will, asked to stop or for a reason that would come again, leave word of it (`processes.py`).
+    """
+    with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as outcome:
+        if restarts:
+            os.environ[OUTCOME] = outcome.name
+        return _launch(num_ranks, arguments, restarts) or read_outcome(Path(outcome.name))
+
+
+def _launch(num_ranks: int, arguments: Sequence[str], restarts: int) -> int:
     # Its warnings are about processes it closes because we asked it to.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
@@ -53,7 +67,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
         nproc_per_node=num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend=register_rendezvous(),
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to our own output; no folders left in /tmp
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
