@@ -124,7 +124,7 @@ def tune(
         from lockstep.comm.world import join_world, read_membership
         from lockstep.engine.build import check_shares, open_sources
         from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
-        from lockstep.engine.measure import default_plan_folder, tune_recipe
+        from lockstep.engine.planning import default_plan_folder, tune_recipe
         from lockstep.engine.run import explain_failures
         from lockstep.plan.files import read_profile
         from lockstep.report.display import progress

@@ -83,7 +83,7 @@ def measure_allreduce(
     array = torch.zeros(max(sizes) // 4, device=world.device)
     start = time.perf_counter()
     screened = {size: screen(runs, array[: size // 4], world) for size in sorted(sizes)}
-    left_s: float = world.broadcast_object(budget_s - (time.perf_counter() - start))
+    left_s: float = world.broadcast_value(budget_s - (time.perf_counter() - start))
     plans = plan_rounds(screened, rounds, left_s)
     for plan in plans:
         say(f"{describe_bytes(plan.size):>8}: {plan.rounds} rounds of {len(plan.kept)} × {plan.repeats} calls")
@@ -105,7 +105,7 @@ def run_rank(
 ) -> None:
     """Measure as one rank of a world that a launcher started; rank 0 tells how far it is and writes the results."""
     with join_world(membership, timeout_s=TIMEOUT_S) as world:
-        hosts = world.gather_objects(os.environ.get("LOCKSTEP_NODE") or socket.gethostname())
+        hosts = world.gather_values(os.environ.get("LOCKSTEP_NODE") or socket.gethostname())
         say: Say = partial(print, flush=True) if world.is_first else lambda line: None
         rows = measure_allreduce(world, find_topology(hosts), sizes, rounds=rounds, budget_s=budget_s, say=say)
     if world.is_first:

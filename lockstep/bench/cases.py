@@ -17,7 +17,7 @@ from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import HALF, Parts, assemble
-from lockstep.engine.measure import Chosen, choose_plan
+from lockstep.engine.planning import Chosen, choose_plan
 from lockstep.models import RESNET_DEPTHS, build_model
 from lockstep.models.initialize import initialize
 from lockstep.optim.schedule import Schedule

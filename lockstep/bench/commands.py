@@ -233,6 +233,20 @@ def overlap_command(
     )
 
 
+@bench.command("chaos")
+def chaos_command(
+    faults: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 25,
+    seed: Annotated[int, typer.Option(min=0, help="Decides which faults, to whom and when.")] = 0,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks of each run.")] = 2,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Kill, stop and starve real runs, resume them, and see whether anything is lost, hung or left behind."""
+    from lockstep.bench.chaos import run
+
+    if not run(count=faults, seed=seed, num_ranks=ranks, json_file=json_file, console=Console()):
+        raise typer.Exit(1)
+
+
 @bench.command("virtual")
 def virtual_command(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,

@@ -31,7 +31,8 @@ from lockstep.engine.build import (
     count_decode_threads,
     set_number_formats,
 )
-from lockstep.engine.measure import choose_plan, fake_batch
+from lockstep.engine.measure import fake_batch
+from lockstep.engine.planning import choose_plan
 from lockstep.errors import LockstepError
 from lockstep.models import RESNET_DEPTHS
 from lockstep.optim.schedule import Schedule

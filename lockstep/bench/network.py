@@ -43,7 +43,8 @@ def measure_network(world: World, masters: Sequence[int], limits: Sequence[float
         world.barrier()  # one pair at a time has the network
         if found := measure_transfer(world, masters[source], masters[target], num_bytes, NUM_PINGS):
             mine[source, target] = found
-    measured = {pair: values for part in world.gather_objects(mine) for pair, values in part.items()}
+    rows = [row for part in world.gather_values([(*pair, *way) for pair, way in mine.items()]) for row in part]
+    measured = {(source, target): Transfer(*way) for source, target, *way in rows}
     return [
         NodeLink(
             node=node,

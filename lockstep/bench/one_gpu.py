@@ -22,7 +22,8 @@ from lockstep.comm.world import join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import assemble, build_network, set_number_formats
-from lockstep.engine.measure import choose_plan, fake_batch
+from lockstep.engine.measure import fake_batch
+from lockstep.engine.planning import choose_plan
 from lockstep.errors import LockstepError
 from lockstep.models import RESNET_DEPTHS, build_model
 from lockstep.optim.schedule import Schedule

@@ -27,7 +27,8 @@ from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, Pr
 from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import Step, apply_execution, apply_reduction, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
-from lockstep.engine.measure import Chosen, choose_plan, fake_batch
+from lockstep.engine.measure import fake_batch
+from lockstep.engine.planning import Chosen, choose_plan
 from lockstep.engine.recorded import RecordedStep
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule

@@ -190,7 +190,8 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
         working = [setting for setting in settings if str(setting) in times]
         if not working:
             raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
-        best: ddp.Setting = world.broadcast_object(min(working, key=lambda s: statistics.median(times[str(s)])))
+        quickest = min(range(len(working)), key=lambda index: statistics.median(times[str(working[index])]))
+        best = working[int(world.broadcast_value(quickest))]
         say(f"DDP: {best}, {statistics.median(times[str(best)]) * 1e3:.1f} ms")
         return best
 
@@ -221,7 +222,7 @@ def take_turns(
                 del times[name]
         start = time.perf_counter()
         for number in range(rounds):
-            if number >= min_rounds and world.broadcast_object(time.perf_counter() - start > budget_s):
+            if number >= min_rounds and world.broadcast_value(time.perf_counter() - start > budget_s):
                 break
             for name in list(times):
                 if together:
@@ -245,7 +246,7 @@ def _open_side(name: str, opener: Opener, stack: contextlib.ExitStack, world: Wo
             raise
         except Exception as error:  # compilers and drivers raise nearly anything
             failure = first_line(error)
-        if failures := [text for text in world.gather_objects(failure) if text]:
+        if failures := [text for text in world.gather_values(failure) if text]:
             say(f"{name} was left out, because it failed on {len(failures)} of {world.size} ranks: {failures[0]}")
             return None
         stack.push(own.pop_all())
@@ -271,10 +272,10 @@ def _open_and_take_turn(
 
 def fit_together(world: World, num_sides: int, num_bytes: int) -> bool:
     """Whether so many sides of all ranks on this host fit into its memory, or its GPU's; rank 0 decides for all."""
-    num_neighbours = world.gather_objects(socket.gethostname()).count(socket.gethostname())
+    num_neighbours = world.gather_values(socket.gethostname()).count(socket.gethostname())
     one_side = num_neighbours * ARRAYS_PER_SIDE * num_bytes
     free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else read_available_bytes()
-    fits, fits_alone = world.broadcast_object((num_sides * one_side <= MEMORY_SHARE * free, one_side <= free))
+    fits, fits_alone = world.broadcast_value((num_sides * one_side <= MEMORY_SHARE * free, one_side <= free))
     if not fits_alone:
         raise LockstepError(
             f"{num_neighbours} ranks need more than {one_side / 1e9:.1f} GB on this host, of which {free / 1e9:.1f} GB "
@@ -391,7 +392,7 @@ def _take_turn(step: Step, name: str, counts: dict[str, int], world: World, roun
     if name not in counts:
         step()  # DDP cuts its buckets anew after the first step
         seconds = _time_steps(step, 1, world)
-        counts[name] = world.broadcast_object(max(1, int(round_s / seconds)))
+        counts[name] = world.broadcast_value(max(1, int(round_s / seconds)))
         if counts[name] == 1:
             return seconds
     return _time_steps(step, counts[name], world)

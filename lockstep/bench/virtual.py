@@ -20,6 +20,8 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from lockstep.bench import leftovers
+from lockstep.comm.meeting import INTERFACES, find_loopback
+from lockstep.comm.seal import SECRET, make_secret
 from lockstep.errors import LockstepError
 
 INTERFACE = "eth0"
@@ -133,12 +135,12 @@ class VirtualCluster:
 
         With `one_per_node`, one process starts in each node and is to become its ranks by `fork_ranks`.
         """
-        port = self._choose_port()
+        port, secret = self._choose_port(), make_secret()
         started = []
         for rank in range(0, self.num_nodes * self.ranks_per_node, self.ranks_per_node if one_per_node else 1):
             node = rank // self.ranks_per_node
             prefix = [] if self.is_pretended else ["ip", "netns", "exec", self._namespace(node)]
-            variables = DEFAULTS | dict(env or {}) | self._describe_rank(rank, port)
+            variables = DEFAULTS | dict(env or {}) | self._describe_rank(rank, port) | {SECRET: secret}
             # A group of its own, so that a rank takes its own children along, and Ctrl-C reaches only the parent.
             process = subprocess.Popen(
                 [*prefix, *argv], env=_clean_environment() | variables, process_group=0, **options
@@ -249,7 +251,7 @@ class VirtualCluster:
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": _loopback() if self.is_pretended else INTERFACE,
+            **dict.fromkeys(INTERFACES, find_loopback() if self.is_pretended else INTERFACE),
             "LOCKSTEP_NODE": str(rank // self.ranks_per_node),
             leftovers.MARKER: self.name,
         }
@@ -325,10 +327,6 @@ def _clean_environment() -> dict[str, str]:
     """This process's own, less what says that it is itself a rank."""
     ours = ("TORCHELASTIC_", leftovers.MARKER)
     return {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-
-
-def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def _run_batch(program: str, lines: Sequence[str], namespace: str | None = None) -> None:

@@ -2,25 +2,32 @@
 
 Each rank lays its part of a buffer into its own segment and adds up its piece from everyone's; the sums come back
 through one segment more. It takes the place of the messages that `allreduce.py` sends inside a group, and adds in the
-same fixed order. The memory has no name and dies with the last rank that has it.
+same fixed order. The memory has no name and dies with the last rank that has it. It is handed over a socket whose name
+every user of the machine can see, so both ends ask the system who is at the other.
 """
 
 import contextlib
 import mmap
 import os
 import socket
+import struct
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from lockstep.comm.values import gather_values
 
 # Of each rank; a longer buffer goes in turns. With 32 ranks on 2 cores turns of 1 MiB took twice as long, turns of
 # 16 MiB a fifth less.
 SEGMENT_BYTES = 4 << 20
 
+CPU = torch.device("cpu")
+BACKLOG = 64  # room for a stranger's calls beside ours
+MAX_WAIT_S = 600.0
+CREDENTIALS = struct.Struct("3i")  # process, user, group: what the system says of the other end
 Spans = Callable[[Tensor], Mapping[int, Tensor]]  # a buffer -> the span of it that each member owns
 
 
@@ -84,6 +91,7 @@ class Window:
 def open_window(nodes: Sequence[Sequence[int]], rank: int, timeout_s: float | None) -> Window | None:
     """This node's window; every rank calls it, and all get one, or none where any rank cannot have it."""
     members = next(tuple(node) for node in nodes if rank in node)
+    timeout_s = timeout_s or MAX_WAIT_S
     with contextlib.ExitStack() as stack:  # closes what was opened if anything fails
         listener = handle = line = None
         name = f"\0lockstep-{uuid.uuid4()}"  # no file, and no other socket of this name anywhere
@@ -92,20 +100,16 @@ def open_window(nodes: Sequence[Sequence[int]], rank: int, timeout_s: float | No
                 handle = os.memfd_create("lockstep")
                 stack.callback(os.close, handle)
                 os.posix_fallocate(handle, 0, (len(members) + 1) * SEGMENT_BYTES)  # now or never
-                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                listener.bind(name)
-                listener.listen(len(members))
-        names = _gather(name)
+                listener = stack.enter_context(_listen(name, len(members), timeout_s))
+        who = gather_values([name, os.getpid(), _name_pid_space()], CPU)
         with contextlib.suppress(OSError, AttributeError):
             if rank != members[0]:
-                line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-                line.connect(names[members[0]])
-                line.settimeout(timeout_s)
+                line = stack.enter_context(_call(who, members[0], rank, timeout_s))
         # A connection waits in the listener's queue, so by now all know whether everyone has reached its first member.
-        if not all(_gather(listener is not None if rank == members[0] else _is_connected(line))):
+        if not all(gather_values((listener if rank == members[0] else line) is not None, CPU)):
             return None
         if listener is not None and handle is not None:
-            lines = _share(listener, handle, len(members) - 1, timeout_s)
+            lines = _share(listener, handle, len(members) - 1, timeout_s, _list_pids(who, members[1:], rank))
         else:
             assert line is not None
             handle = socket.recv_fds(line, 1, 1)[1][0]
@@ -115,24 +119,63 @@ def open_window(nodes: Sequence[Sequence[int]], rank: int, timeout_s: float | No
         return Window(members, rank, memory, lines)
 
 
-def _share(listener: socket.socket, handle: int, count: int, timeout_s: float | None) -> list[socket.socket]:
-    """Give the memory to everyone who called."""
-    lines = [listener.accept()[0] for _ in range(count)]
-    for line in lines:
-        line.settimeout(timeout_s)
-        socket.send_fds(line, [b"."], [handle])
+def _listen(name: str, num_members: int, timeout_s: float) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(name)
+    listener.listen(num_members + BACKLOG)
+    listener.settimeout(timeout_s)
+    return listener
+
+
+def _call(who: Sequence[Any], first: int, rank: int, timeout_s: float) -> socket.socket:
+    """A line to the node's first rank; OSError where there is none, or where someone else answers."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.settimeout(timeout_s)
+    try:
+        line.connect(str(who[first][0]))
+        if not is_ours(line, _list_pids(who, [first], rank)):
+            raise ConnectionRefusedError
+    except OSError:
+        line.close()
+        raise
+    return line
+
+
+def _share(
+    listener: socket.socket, handle: int, count: int, timeout_s: float | None, pids: frozenset[int] | None
+) -> list[socket.socket]:
+    """Give the memory to every rank that called, and hang up on anyone else."""
+    lines: list[socket.socket] = []
+    while len(lines) < count:
+        try:
+            line = listener.accept()[0]
+        except TimeoutError as error:
+            raise RuntimeError("Timed out waiting for a rank of this node.") from error
+        if is_ours(line, pids):
+            line.settimeout(timeout_s)
+            socket.send_fds(line, [b"."], [handle])
+            lines.append(line)
+        else:
+            line.close()
     return lines
 
 
-def _is_connected(line: socket.socket | None) -> bool:
+def is_ours(line: socket.socket, pids: frozenset[int] | None) -> bool:
+    """Whether the other end is a process of this user and, where they are known, one of these."""
+    pid, user, _ = CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return user == os.geteuid() and (pids is None or pid in pids)
+
+
+def _list_pids(who: Sequence[Any], members: Sequence[int], rank: int) -> frozenset[int] | None:
+    """The processes of these ranks; None where they count their processes apart, as containers do."""
+    if any(who[member][2] != who[rank][2] for member in members):
+        return None
+    return frozenset(int(who[member][1]) for member in members)
+
+
+def _name_pid_space() -> str:
+    """What is the same for processes that count each other alike; empty where the system does not tell."""
     try:
-        return line is not None and bool(line.getpeername())
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
-        return False
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's value, in rank order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return ""

@@ -15,7 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import values
+from lockstep.comm.meeting import (
+    call_again,
+    is_kept_by_launcher,
+    is_loopback,
+    join_store,
+    separate_attempt,
+    stay_on_loopback,
+)
 from lockstep.comm.pulse import Pulse
+from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
 
 
@@ -52,13 +62,15 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+    def broadcast_value(self, value: Any) -> Any:
+        """Rank 0's plain value, on every rank, as `values.py` sends it: tuples become lists, also in a world of one."""
         if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=self._message_device())
-        return box[0]
+            return values.decode(values.encode(value))
+        return values.broadcast_value(value, self._message_device())
+
+    def broadcast_bytes(self, data: bytes, *, most: int = values.MAX_BYTES) -> bytes:
+        """Rank 0's bytes, on every rank."""
+        return data if self.size == 1 else values.broadcast_bytes(data, self._message_device(), most=most)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` on every rank with rank 0's."""
@@ -81,13 +93,11 @@ class World:
             tensor.copy_(shared)
         return tensor
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """Every rank's plain value, in rank order, on every rank."""
         if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
+            return [values.decode(values.encode(value))]
+        return values.gather_values(value, self._message_device())
 
     def _message_device(self) -> torch.device:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -184,15 +194,21 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     chosen = ("nccl" if 0 < member.local_size <= num_gpus else "gloo") if backend == "auto" else backend
     if chosen == "nccl" and not num_gpus:
         raise LockstepError("comm.backend is nccl but this node has no CUDA device; use gloo or auto.")
+    spans_nodes = member.size > member.local_size
+    if not spans_nodes or is_loopback(member.address):
+        stay_on_loopback(os.environ)  # read by the backends when they start
+    place = (member.address, member.port)
+    timeout = timedelta(seconds=timeout_s)
     try:
+        store = separate_attempt(join_store(*place, member.rank, member.size, timeout_s, spans_nodes=spans_nodes))
+        # A line of its own: what waits on the first one must not hold up a sign of life.
+        line = separate_attempt(call_again(*place, member.size, timeout_s))
         dist.init_process_group(
             chosen,
-            init_method=f"tcp://{member.address}:{member.port}"
-            if "TORCHELASTIC_RUN_ID" not in os.environ
-            else "env://",
+            store=store,
             rank=member.rank,
             world_size=member.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=device if chosen == "nccl" else None,
         )
     except dist.DistError as error:
@@ -200,9 +216,8 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
             f"Rank {member.rank} could not meet the other ranks at {member.address}:{member.port} "
             f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
         ) from error
-    # torchrun's agent keeps the store itself, unless it was told not to.
-    keeper = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-    pulse = Pulse(dist.distributed_c10d._get_default_store(), member.rank, member.size, keeper=keeper)
+    keeper = None if is_kept_by_launcher() else 0
+    pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=Seal.read(os.environ))
     try:
         yield replace(world, pulse=pulse)
     finally:

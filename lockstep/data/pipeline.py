@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.data.augment import Boxes, Sides, central_crops, draw_crops, random_crops
 from lockstep.data.block import Request, Rows
 from lockstep.data.files import READ_TIMEOUT_S
-from lockstep.data.order import Cursor, Ledger, Samples, StepPlan, plan_step
+from lockstep.data.order import Cursor, Samples, StepPlan, plan_step
 from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
 from lockstep.data.sources import Source
@@ -112,7 +112,6 @@ class TrainPipeline(Pipeline):
         **means: Unpack[Means],
     ) -> None:
         super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
-        self.ledger = Ledger()
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
         self._image_size, self._image_sizes = image_size, image_sizes
         self._crop_area, self._crop_ratio, self._flip = crop_area, crop_ratio, flip
@@ -129,7 +128,6 @@ class TrainPipeline(Pipeline):
             self._start_next()
         plan, pending = self._ahead.popleft()
         images, labels = self._take(pending)
-        self.ledger.add(plan.epoch, plan.samples)
         return Batch(images, labels, plan.global_size, plan.epoch, plan.samples, plan.next)
 
     def size_at(self, epoch: int) -> int:

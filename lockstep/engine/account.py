@@ -112,8 +112,9 @@ class Account:
         if not self._rank_times:
             return ""
         spent = self._spent
-        times: list[RankTimes] = world.gather_objects(typical_times(self._rank_times[1:] or self._rank_times))
-        waited = world.broadcast_object(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
+        rows = world.gather_values(typical_times(self._rank_times[1:] or self._rank_times))
+        times = [RankTimes(*map(float, row)) for row in rows]
+        waited = world.broadcast_value(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
         links = measure_links(world, topology) if waited > NOTABLE_SHARE else []
         nodes = [topology.node_of(rank) for rank in range(world.size)]
         straggler = find_straggler(times, spent.total_s / spent.steps, links, gradient_bytes, nodes)

@@ -175,7 +175,7 @@ def build_layout(config: RunConfig, model: nn.Module) -> Layout:
 def build_topology(config: RunConfig, world: World) -> Topology:
     """Where the ranks stand: from the cluster file, or from the names their hosts report."""
     if not config.comm.cluster:
-        return find_topology(world.gather_objects(os.environ.get("LOCKSTEP_NODE") or socket.gethostname()))
+        return find_topology(world.gather_values(os.environ.get("LOCKSTEP_NODE") or socket.gethostname()))
     topology = read_cluster(config.comm.cluster)
     if topology.num_ranks != world.size:
         raise LockstepError(

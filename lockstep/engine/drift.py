@@ -35,7 +35,7 @@ def find_drift(parts: Parts, side: Tensor, world: World) -> str:
     """
     if torch.equal(side[DIGITS], world.size * parts.note[DIGITS]):
         return ""
-    norms = [float(norm) for norm in world.gather_objects(parts.weights.double().norm().item())]
+    norms = [float(norm) for norm in world.gather_values(parts.weights.double().norm().item())]
     usual = sorted(norms)[len(norms) // 2]
     worst = max(range(len(norms)), key=lambda rank: abs(norms[rank] - usual))
     spread = abs(norms[worst] - usual) / max(usual, 1e-30)

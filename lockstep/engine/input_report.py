@@ -23,8 +23,8 @@ class InputReport:
         Every rank must call it: a rank by itself stops only for what it met itself.
         """
         bad: dict[int, str] = {}
-        for part in self._world.gather_objects(dict(pipeline.bad)):
-            bad |= part
+        for rows in self._world.gather_values(list(dict(pipeline.bad).items())):
+            bad |= {int(sample): str(text) for sample, text in rows}
         for sample in sorted(bad):
             if bad[sample] not in self._named:
                 self._sink.emit(Notice(level="warning", text=f"{bad[sample]}; {consequence}."))

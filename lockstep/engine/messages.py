@@ -38,7 +38,7 @@ class Budget:
 
     def is_left(self) -> bool:
         """Rank 0's word on whether there is any; every rank must ask."""
-        return bool(self._world.broadcast_object(self.left_s > 0))
+        return bool(self._world.broadcast_value(self.left_s > 0))
 
 
 def measure_messages(
@@ -60,12 +60,14 @@ def measure_messages(
             break
         _measure_round(hybrid, world, array, [(sizes[0], choice)], times, repeats=2)
     for last, size in pairwise(sizes):  # up in size, so that a budget runs out on the largest
-        alive = world.broadcast_object(_shortlist(times, last, size, budget.left_s))
+        names = world.broadcast_value([str(choice) for choice in _shortlist(times, last, size, budget.left_s)])
+        alive = [Choice.parse(name) for name in names]
         if not alive:
             break
         _measure_round(hybrid, world, array, [(size, choice) for choice in alive], times, repeats=2)
     for _ in range(MAX_ROUNDS - 1):
-        pairs = world.broadcast_object(_prune(times, budget.left_s))
+        rows = world.broadcast_value([(size, str(choice)) for size, choice in _prune(times, budget.left_s)])
+        pairs = [(int(size), Choice.parse(name)) for size, name in rows]
         if not pairs:
             break
         _measure_round(hybrid, world, array, pairs, times)

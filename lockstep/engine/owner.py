@@ -30,7 +30,7 @@ def own_folder(folder: Path, world: World) -> Iterator[None]:
         except LockstepError as error:
             failure = str(error)
     try:
-        failure = world.broadcast_object(failure)
+        failure = world.broadcast_value(failure)
         if failure:
             raise SharedError(failure)
         yield

@@ -11,9 +11,10 @@ import torch
 from lockstep.comm.pulse import Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import SECTIONS, RunConfig, show, to_toml
-from lockstep.data.sources import ImageFolder, check_root
+from lockstep.data.sources import check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.owner import own_folder
+from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import Notice, Sink
@@ -44,7 +45,7 @@ def run_rank(
         explain_failures(world),
         ExitStack() as held,
     ):
-        folder = world.broadcast_object(folder)
+        folder = Path(world.broadcast_value(str(folder)))
         held.enter_context(own_folder(folder, world))
         if world.is_first and not resume:
             prepare_folder(folder)
@@ -112,16 +113,12 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None) ->
         world.barrier()
         return sources or open_sources(config.data)
     sources = open_sources(config.data, progress) if world.is_first else None
-    scanned: Sources | None = world.broadcast_object(sources if is_scanned(sources) else None)
+    root = Path(config.data.path).expanduser()
+    scanned = share_scanned(world, sources, root)
     if scanned is None:
         return sources or open_sources(config.data)
-    check_root(Path(config.data.path).expanduser())  # there it must be on every node
+    check_root(root)  # there it must be on every node
     return scanned
-
-
-def is_scanned(sources: Sources | None) -> bool:
-    """Whether these are image folders, which are found by asking for every name in them."""
-    return sources is not None and isinstance(sources.train, ImageFolder)
 
 
 @contextmanager

@@ -177,10 +177,10 @@ def load_state(
             counters, ranks = _read_newest(folder, parts, world, order, warn)
         except LockstepError as error:
             failure = str(error)
-    failure = world.broadcast_object(failure)
+    failure = world.broadcast_value(failure)
     if failure:
         raise SharedError(failure)
-    counters = world.broadcast_object(counters)
+    counters = world.broadcast_value(counters)
     changing = list_changing(parts)
     for array in (*changing.over_layout.values(), *changing.statistics.values()):
         world.broadcast(array)

@@ -25,7 +25,7 @@ from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
-from lockstep.engine.measure import Chosen, choose_plan, default_plan_folder
+from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.state import State, load_state, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import LockstepError, SharedError
@@ -342,7 +342,7 @@ class Trainer:
     def resume(self) -> None:
         """Take up the last good checkpoint, or begin if the run ended before its first; to be called before `run`."""
         folder = self.folder / "checkpoints"
-        if not self.world.broadcast_object(bool(self.world.is_first and list_checkpoints(folder))):
+        if not self.world.broadcast_value(bool(self.world.is_first and list_checkpoints(folder))):
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
             return
         self.state, written = load_state(folder, self.parts, self.world, self._order, self._warn)

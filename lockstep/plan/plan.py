@@ -68,17 +68,21 @@ def describe_reduction(reduction: ReductionPlan) -> str:
 
 def to_table(plan: Plan) -> dict[str, Any]:
     """The plan as plain values, for TOML and for events."""
-    reduction = plan.reduction
     return {
         "execution": asdict(plan.execution),
-        "reduction": {
-            "overlap": reduction.overlap,
-            "buffer": [
-                {"first": buffer.first, "last": buffer.last, "bytes": buffer.num_bytes, "all_reduce": str(choice)}
-                for buffer, choice in zip(reduction.buffers, reduction.choices, strict=True)
-            ],
-        },
+        "reduction": to_reduction_table(plan.reduction),
         "input": asdict(plan.input),
+    }
+
+
+def to_reduction_table(reduction: ReductionPlan) -> dict[str, Any]:
+    """The part of a plan that says how gradients travel; `read_reduction` reads it back."""
+    return {
+        "overlap": reduction.overlap,
+        "buffer": [
+            {"first": buffer.first, "last": buffer.last, "bytes": buffer.num_bytes, "all_reduce": str(choice)}
+            for buffer, choice in zip(reduction.buffers, reduction.choices, strict=True)
+        ],
     }
 
 
@@ -96,7 +100,7 @@ def from_toml(text: str, layout: Layout, num_ranks: int) -> Plan:
         raise LockstepError(f"The plan is not valid TOML: {error}.") from None
     return Plan(
         execution=_read_execution(_read_part(table, "execution")),
-        reduction=_read_reduction(_read_part(table, "reduction"), layout, num_ranks),
+        reduction=read_reduction(_read_part(table, "reduction"), layout, num_ranks),
         input=_read_input(_read_part(table, "input")),
     )
 
@@ -124,7 +128,8 @@ def _read_input(table: Mapping[str, Any]) -> InputPlan:
     return InputPlan(decoder, *counts)  # type: ignore[arg-type]
 
 
-def _read_reduction(table: Mapping[str, Any], layout: Layout, num_ranks: int) -> ReductionPlan:
+def read_reduction(table: Mapping[str, Any], layout: Layout, num_ranks: int) -> ReductionPlan:
+    """How gradients travel, from a file or from another rank; what does not fit this layout is a sentence."""
     rows = table.get("buffer")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise LockstepError("The plan's [reduction] has no list of buffers.")

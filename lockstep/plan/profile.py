@@ -138,7 +138,7 @@ def from_json(text: str) -> Profile:
         if table["format"] != FORMAT:
             raise LockstepError(f"The profile has format {table['format']!r}, not {FORMAT}.")
         return Profile(
-            setup=Setup(**_check_types(Setup, table["setup"])),
+            setup=read_setup(table["setup"]),
             seconds=_number(table["seconds"]),
             steps=tuple(_read_step(step) for step in table["steps"]),
             messages=tuple(_read_timing(row) for row in table["messages"]),
@@ -147,6 +147,11 @@ def from_json(text: str) -> Profile:
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LockstepError(f"The profile is damaged ({type(error).__name__}: {str(error)[:80]}).") from None
+
+
+def read_setup(table: dict[str, Any]) -> Setup:
+    """A setup from plain values; ValueError or KeyError for what is none."""
+    return Setup(**_check_types(Setup, table))
 
 
 def _read_step(table: dict[str, Any]) -> StepTime:

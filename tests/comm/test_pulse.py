@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from lockstep.comm import pulse as module
 from lockstep.comm.pulse import Lost, Pulse, end_process
+from lockstep.comm.seal import Seal
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,39 @@ def test_a_process_that_is_not_the_one_named_is_left_alone(sleeper: "subprocess.
     end_process({"other host": f"x{name}", "other start": f"{name}1", "nothing": ""}[change])
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.2)
+
+
+FORGED = [b"", b"9 9 9 x", b"- 9 9 9 x", b"\xff\xff", b"- 9 9 9 " + b"x" * 9999, Seal("other").close("k", "9 9 9 x")]
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_a_value_that_is_not_a_ranks_own_is_as_if_it_had_not_come(forged: bytes) -> None:
+    store, seal = HashStore(), Seal("secret")
+    reader, writer = Pulse(store, 0, 2, seal=seal), Pulse(store, 1, 2, seal=seal)
+    writer.note(7, 2)
+    module.time.sleep(0.1)
+    writer.close()
+    before = reader._read_one(1)
+    assert before[1:3] == (7, 2)
+    store.set("lockstep/pulse/1", forged.decode("latin-1"))
+    assert reader._read_one(1) == before
+    reader.close()
+
+
+def test_a_forged_first_value_leaves_a_rank_unheard() -> None:
+    store = HashStore()
+    store.set("lockstep/pulse/1", "- 9 9 9 host/1@1")
+    reader = Pulse(store, 0, 2, seal=Seal("secret"))
+    assert reader._read_one(1) == module.NEVER
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1 2 3", "1 2 3 x y\n", "-1 2 3 x", "1 2 x y", "1 2 3 \u0663", "9" * 20 + " 1 1 x"]
+)
+def test_a_beat_of_another_form_is_none(text: str) -> None:
+    assert module.parse_beat(text) is None
+
+
+def test_a_process_named_without_a_number_is_left_alone() -> None:
+    end_process(f"{module.socket.gethostname()}/x@y")

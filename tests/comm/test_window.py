@@ -1,8 +1,12 @@
 """A node's shared memory: right sums for uneven nodes and odd sizes, and an error where a rank does not come."""
 
+import multiprocessing
 import os
+import select
+import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -107,3 +111,52 @@ def test_a_rank_that_does_not_come_is_an_error_on_the_others(how: str, text: str
     assert answers[1] == ""
     assert any(text in answer for answer in (answers[0], answers[2]))
     assert all("onnection" in answer or "imed out" in answer for answer in (answers[0], answers[2]))
+
+
+def test_a_process_of_this_user_that_is_not_the_rank_expected_is_refused() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        assert module.is_ours(one, None)
+        assert module.is_ours(one, frozenset({os.getpid()}))
+        assert not module.is_ours(one, frozenset({os.getpid() + 1}))
+
+
+def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with one, other:
+        assert not module.is_ours(one, None)
+        assert not module.is_ours(one, frozenset({os.getpid()}))
+
+
+def knock_first(name: str, answer: Any) -> None:
+    """As a stranger who saw the name in /proc/net/unix: call before the ranks do, and say what comes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        line.settimeout(30)
+        line.connect(name)
+        answer.put(len(socket.recv_fds(line, 1, 1)[1]))
+
+
+def open_beside_a_stranger(world: World) -> tuple[bool, int]:
+    """Rank 0 lets a process that is no rank call first; how many handles it got."""
+    listen, strangers = module._listen, []
+    context = multiprocessing.get_context("spawn")
+    answer = context.SimpleQueue()
+
+    def listen_and_be_called(name: str, *arguments: Any) -> socket.socket:
+        listener = listen(name, *arguments)
+        stranger = context.Process(target=knock_first, args=(name, answer))
+        stranger.start()
+        strangers.append(stranger)
+        select.select([listener], [], [], 30)
+        return listener
+
+    module._listen = listen_and_be_called
+    window = open_window(((0, 1),), world.rank, 60)
+    assert window is not None
+    window._meet()
+    return True, answer.get() if strangers else 0
+
+
+def test_a_stranger_who_calls_first_gets_no_memory_and_keeps_no_rank_out() -> None:
+    assert run_ranks(open_beside_a_stranger, 2) == [(True, 0)] * 2

@@ -73,9 +73,9 @@ def _exchange(world):  # type: ignore[no-untyped-def]
     import torch
 
     world.barrier()
-    word = world.broadcast_object({"from": world.rank})
+    word = world.broadcast_value({"from": world.rank})
     total = world.sum(torch.tensor([2**63 - 1, world.rank]))
-    return world.rank, word, total.tolist(), world.gather_objects(world.rank * 10), world.num_threads
+    return world.rank, word, total.tolist(), world.gather_values(world.rank * 10), world.num_threads
 
 
 def test_ranks_agree_and_integers_wrap() -> None:
@@ -93,5 +93,5 @@ def test_a_world_of_one_needs_no_process_group() -> None:
 
     world = world_of_one()
     assert world.is_first
-    assert world.broadcast_object("x") == "x"
+    assert world.broadcast_value("x") == "x"
     assert world.sum(torch.tensor([3])).item() == 3

@@ -18,6 +18,7 @@ from lockstep.engine.build import (
     build_schedule,
     build_train_pipeline,
     open_sources,
+    plan_input,
     set_number_formats,
 )
 from lockstep.engine.step import LOSS, train_step
@@ -64,7 +65,7 @@ def train_plain(world: World, config: RunConfig) -> dict[str, Any]:
     parts = assemble(config, world, build_plain_network(), build_schedule(config, 5, 10))
     seen: dict[int, tuple[int, Tensor]] = {}
     losses = []
-    with build_train_pipeline(config, world, sources.train, Cursor()) as pipeline:
+    with build_train_pipeline(config, world, sources.train, Cursor(), plan_input(config, world)) as pipeline:
         for step, batch in enumerate(pipeline):
             for sample, label, image in zip(batch.samples, batch.labels, batch.images, strict=True):
                 assert int(sample) not in seen, "an epoch saw a sample twice"

@@ -70,7 +70,7 @@ def test_bad_samples_are_counted_over_all_ranks() -> None:
 
 
 def alone() -> Any:
-    return SimpleNamespace(gather_objects=lambda value: [value])
+    return SimpleNamespace(gather_values=lambda value: [value])
 
 
 def test_a_bad_sample_is_named_once() -> None:

@@ -65,9 +65,8 @@ def test_a_living_run_is_not_resumed_beside_itself_but_a_killed_one_is(images: P
 
 
 def test_the_lock_is_the_kernels_and_goes_with_the_process(tmp_path: Path) -> None:
-    line = (
-        f"from lockstep.engine.owner import *; lock_folder(Path({str(tmp_path)!r})); print('held', flush=True); input()"
-    )
+    take = f"from lockstep.engine.owner import *; lock_folder(Path({str(tmp_path)!r}))"
+    line = f"{take}; print('held', flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", line], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"

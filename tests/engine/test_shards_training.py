@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.comm.world import join_world
 from lockstep.data.order import Cursor, Ledger
 from lockstep.data.pack import pack_folder
-from lockstep.engine.build import build_parts, build_train_pipeline, open_sources
+from lockstep.engine.build import build_parts, build_train_pipeline, open_sources, plan_input
 from lockstep.engine.step import train_step
 from tests.data.large_index import NUM_SAMPLES, write_large
 from tests.engine.conftest import tiny_config
@@ -33,7 +33,7 @@ def train(*paths: Path) -> tuple[Tensor, Ledger]:
         parts = build_parts(config, world, open_sources(config.data))
         for path in paths:
             source = open_sources(tiny_config(path).data).train
-            with build_train_pipeline(config, world, source, cursor) as pipeline:
+            with build_train_pipeline(config, world, source, cursor, plan_input(config, world)) as pipeline:
                 for batch in itertools.islice(pipeline, 2):
                     train_step(parts, batch, 0.1)
                     ledger.add(batch.epoch, batch.samples)
@@ -55,14 +55,15 @@ from pathlib import Path
 from lockstep.comm.world import join_world
 from lockstep.recipes.read import load_recipe
 from lockstep.data.order import Cursor
-from lockstep.engine.build import build_train_pipeline, open_sources
+from lockstep.engine.build import build_train_pipeline, open_sources, plan_input
 from tests.data.large_index import NUM_SAMPLES, resident_mb
 config = load_recipe("quickstart", ["data.source=folder", f"data.path={sys.argv[1]}", "train.global_batch=256"])[1]
 with join_world(None, backend="gloo", timeout_s=60) as world:
     before, start = resident_mb(), time.perf_counter()
     sources = open_sources(config.data)
     position = 256 * (NUM_SAMPLES // 512)
-    with build_train_pipeline(config, world, sources.train, Cursor(36, position)) as pipeline:
+    cursor, plan = Cursor(36, position), plan_input(config, world)
+    with build_train_pipeline(config, world, sources.train, cursor, plan) as pipeline:
         batch = next(iter(pipeline))
         seconds = time.perf_counter() - start
         assert (batch.labels.numpy() == sources.train.labels[batch.samples]).all()

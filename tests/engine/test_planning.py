@@ -12,7 +12,8 @@ from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import Parts, assemble, build_network, build_parts, open_sources, set_number_formats
-from lockstep.engine.measure import Chosen, choose_plan, fake_batch, suits_own_kernels
+from lockstep.engine.measure import fake_batch, suits_own_kernels
+from lockstep.engine.planning import Chosen, choose_plan
 from lockstep.engine.state import list_changing
 from lockstep.engine.step import LOSS
 from lockstep.events import PlanChosen

@@ -1,0 +1,193 @@
+"""Before step 0: the plan of a run, remembered from an earlier one or measured now (step 0 on the walk).
+
+A plan is remembered by what it is true of, its setup: in the run's own folder, so that a resumed run adds in the same
+order, and in the user's cache. Rank 0 reads, picks and writes; the others hear from it. `measure.py` comes after it.
+"""
+
+import contextlib
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from lockstep import __version__
+from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology
+from lockstep.comm.world import World
+from lockstep.config import RunConfig
+from lockstep.data.generated import default_cache
+from lockstep.data.order import share
+from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
+from lockstep.engine.measure import Rig, suits_own_kernels
+from lockstep.engine.state import put_back
+from lockstep.errors import LockstepError, SharedError
+from lockstep.optim.schedule import Schedule
+from lockstep.plan.choose import is_worth_compiling, list_compiled, list_executions, pick_trial
+from lockstep.plan.files import read_plan, write_plan
+from lockstep.plan.plan import Execution, Plan, from_toml, to_toml
+from lockstep.plan.profile import Profile, Setup, from_json, read_setup, to_json
+
+CACHE = "plans"  # the folder under the user's cache
+
+Source = Literal["measured", "remembered", "default"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The plan, what it was chosen by, and where that comes from."""
+
+    plan: Plan
+    profile: Profile
+    source: Source
+
+
+def choose_plan(
+    config: RunConfig,
+    parts: Parts,
+    world: World,
+    places: Sequence[Path] = (),
+    *,
+    num_steps: int = 1,
+    again: bool = False,
+) -> Chosen:
+    """The best plan for this run, remembered or measured now; every rank comes to the same answer.
+
+    `places` are folders that may hold a plan, the first preferred; a folder that is no run's keeps one for each setup.
+    What is chosen goes to all of them.
+    """
+    setup = read_setup(world.broadcast_value(asdict(describe_setup(config, parts, world))))
+    folders = [place if place.name != CACHE else place / setup.name for place in places]
+    plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world))
+    chosen = Chosen(plan, Profile(setup, 0.0), "default")
+    if not _has_choice(config, parts, world):
+        return chosen
+    found = None
+    if world.is_first and not again:
+        found = next((f for f in (_recall(folder, setup, parts, config, num_steps) for folder in folders) if f), None)
+    found = _share_plan(world, parts, found)
+    if found:
+        chosen = Chosen(replace(found[0], input=plan.input), found[1], "remembered")
+    else:
+        chosen = measure_plan(config, parts, world, setup, plan, num_steps)
+    if world.is_first:
+        for folder in folders:
+            with contextlib.suppress(LockstepError):  # a full disk costs the memory of it, not the run
+                write_plan(folder, chosen.plan, chosen.profile)
+    return chosen
+
+
+def tune_recipe(config: RunConfig, world: World) -> tuple[Chosen, Path]:
+    """Measure anew for a recipe; returns where the result is kept."""
+    set_number_formats(config.precision)
+    classes = int(world.broadcast_value(len(open_sources(config.data).train.classes) if world.is_first else 0))
+    schedule = Schedule("constant", config.optim.lr, total_steps=1)
+    parts = assemble(config, world, build_network(config, classes), schedule)
+    chosen = choose_plan(config, parts, world, [default_plan_folder()], again=True)
+    if chosen.source == "default":
+        raise SharedError("comm.tune_s = 0 leaves no time to measure; give some seconds.")
+    return chosen, default_plan_folder() / chosen.profile.setup.name
+
+
+def default_plan_folder() -> Path:
+    """Where plans are kept between runs, a folder for each setup."""
+    return default_cache() / CACHE
+
+
+def _has_choice(config: RunConfig, parts: Parts, world: World) -> bool:
+    """Whether there is anything to measure: a GPU, a compiler that is asked for, or others to send to."""
+    is_asked = config.train.compile not in ("auto", "off")
+    return world.device.type == "cuda" or is_asked or (parts.hybrid is not None and config.comm.tune_s > 0)
+
+
+def _recall(folder: Path, setup: Setup, parts: Parts, config: RunConfig, num_steps: int) -> tuple[Plan, Profile] | None:
+    """What an earlier run chose in the same setup, if it looked at all that this one would look at."""
+    found = read_plan(folder, parts.layout, parts.topology.num_ranks)
+    if found is None or found[1].setup != setup:
+        return None
+    trials = found[1].trials
+    best = pick_trial(trials)
+    on_gpu = parts.weights.is_cuda
+    lacks = best is not None and is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=on_gpu)
+    return None if lacks and all(trial.execution.compile == "off" for trial in trials) else found
+
+
+def describe_setup(config: RunConfig, parts: Parts, world: World) -> Setup:
+    """What a measurement made now is true of."""
+    on_gpu, topology = world.device.type == "cuda", parts.topology
+    start, stop = share(config.train.global_batch, 0, world.size)
+    layout = parts.layout
+    return Setup(
+        device=torch.cuda.get_device_name(world.device) if on_gpu else f"{platform.machine()} CPU",
+        topology=topology.key(),
+        links=_describe_links(topology),
+        backend=_describe_backend() if world.size > 1 else "",
+        precision=config.precision.compute,
+        batch=stop - start,
+        max_batch=config.train.max_batch_per_rank,
+        image_size=config.data.image_size,
+        model=f"{config.model.name}: {len(layout.slots)} gradients, {layout.numel} elements, {layout.split} half",
+        pins=_describe_pins(config),
+        versions=f"lockstep {__version__}, torch {torch.__version__}",
+    )
+
+
+def _describe_links(topology: Topology) -> str:
+    is_guessed = (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER)
+    return "" if is_guessed else f"{topology.intra}, {topology.inter}"
+
+
+def _describe_backend() -> str:
+    name = str(dist.get_backend())
+    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
+
+
+def _describe_pins(config: RunConfig) -> str:
+    """What the recipe leaves no choice in, and what decides the update."""
+    pins = []
+    for section, keys in (
+        (config.comm, ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division", "tune_s")),
+        (config.train, ("own_kernels", "cuda_graph", "compile")),
+    ):
+        defaults = type(section).model_fields
+        pins += [f"{key}={value}" for key in keys if (value := getattr(section, key)) != defaults[key].default]
+    return ", ".join([config.optim.name, *pins])
+
+
+def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, plan: Plan, num_steps: int) -> Chosen:
+    """Measure messages, then candidates; rank 0's pick is everybody's."""
+    begun = time.perf_counter()
+    rig = Rig(config, parts, world)
+    rig.measure_messages()
+    with put_back(parts):
+        for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=suits_own_kernels()):
+            rig.measure_execution(execution)
+        best = rig.pick()
+        if best and world.broadcast_value(is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)):
+            for execution in list_compiled(config.train):
+                rig.measure_execution(execution)
+            best = rig.pick()
+    rig.clean_up()
+    profile = Profile(
+        setup,
+        time.perf_counter() - begun,
+        steps=tuple(rig.steps),
+        messages=tuple(rig.messages),
+        trials=tuple(rig.trials),
+    )
+    if best:
+        plan = replace(plan, execution=best.execution, reduction=rig.reductions[rig.trials.index(best)])
+    shared = _share_plan(world, parts, (plan, profile))
+    assert shared is not None
+    return Chosen(*shared, "measured")
+
+
+def _share_plan(world: World, parts: Parts, found: tuple[Plan, Profile] | None) -> tuple[Plan, Profile] | None:
+    """Rank 0's plan and profile on every rank, in the formats that their files have."""
+    if world.size == 1:
+        return found
+    texts = world.broadcast_value([to_toml(found[0]), to_json(found[1])] if found and world.is_first else None)
+    return (from_toml(texts[0], parts.layout, world.size), from_json(texts[1])) if texts else None
