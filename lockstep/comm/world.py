@@ -4,8 +4,11 @@ A rank is started by torchrun (`lockstep train` uses its launcher too) or by Slu
 the environment. torch.distributed moves the bytes: NCCL between GPUs, Gloo between CPUs.
 """
 
+import atexit
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -194,6 +197,9 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     chosen = ("nccl" if 0 < member.local_size <= num_gpus else "gloo") if backend == "auto" else backend
     if chosen == "nccl" and not num_gpus:
         raise LockstepError("comm.backend is nccl but this node has no CUDA device; use gloo or auto.")
+    if chosen == "nccl":
+        # Its watchdog's last record delays the end, and is for those who debug NCCL itself.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
     spans_nodes = member.size > member.local_size
     if not spans_nodes or is_loopback(member.address):
         stay_on_loopback(os.environ)  # read by the backends when they start
@@ -220,9 +226,31 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=Seal.read(os.environ))
     try:
         yield replace(world, pulse=pulse)
-    finally:
+    except BaseException:
+        # Silent from now on, so that others find this rank lost.
         pulse.close()
+        _leave_after_error(chosen)
+        raise
+    pulse.leave()
+    dist.destroy_process_group()
+    pulse.close()
+
+
+def _leave_after_error(backend: str) -> None:
+    """Stop the process group, unless that would wait for collectives that never come."""
+    if backend != "nccl":
         dist.destroy_process_group()
+        return
+    # NCCL waits for its kernels when its group is destroyed, and again when the interpreter takes it down: in silence,
+    # for up to the timeout. So the group stays, and the process ends at the first moment after it has said why.
+    atexit.register(_end_process)
+
+
+def _end_process() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 def count_cores() -> int:

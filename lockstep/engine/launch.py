@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lockstep.comm.meeting import LOOPBACK, stay_on_loopback
 from lockstep.comm.seal import SECRET, make_secret
 from lockstep.engine.rendezvous import register_rendezvous
+from lockstep.engine.stopped import end_stopped_ranks
 from lockstep.errors import LockstepError
 
 # An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
@@ -57,18 +58,24 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
         local_addr=LOOPBACK,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
-    except SignalException as stop:
-        return 128 + int(stop.sigval)
-    except ChildFailedError as failure:
-        return _explain(failure)
+    with end_stopped_ranks() as ended:
+        try:
+            elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+        except ChildFailedError as failure:
+            return _explain(failure, ended)
     return 0
 
 
-def _explain(failure: ChildFailedError) -> int:
+def _explain(failure: ChildFailedError, ended: Container[int]) -> int:
     """A rank that failed has said why itself; one that was killed could not."""
     rank, first = failure.get_first_failure()
+    if first.pid in ended:
+        raise LockstepError(
+            f"Rank {rank} was stopped while others ended, so it was killed; "
+            "if the run was not finished, go on from the last checkpoint with --resume."
+        )
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         raise LockstepError(
