@@ -58,7 +58,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str]) -> int:
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
         local_addr=LOOPBACK,
     )
-    with end_stopped_ranks() as ended:
+    with end_stopped_ranks(num_ranks) as ended:
         try:
             elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
         except SignalException as stop:

@@ -16,11 +16,11 @@ STOPPED_S = 15.0  # someone may have stopped it for a look
 
 
 @contextlib.contextmanager
-def end_stopped_ranks() -> Iterator[set[int]]:
+def end_stopped_ranks(num_ranks: int) -> Iterator[set[int]]:
     """While inside, such ranks are ended; yields those that were."""
     ended: set[int] = set()
     stop = threading.Event()
-    thread = threading.Thread(target=_watch, args=(stop, ended), name="lockstep-stopped", daemon=True)
+    thread = threading.Thread(target=_watch, args=(num_ranks, stop, ended), name="lockstep-stopped", daemon=True)
     thread.start()
     try:
         yield ended
@@ -29,13 +29,14 @@ def end_stopped_ranks() -> Iterator[set[int]]:
         thread.join(TICK_S)
 
 
-def _watch(stop: threading.Event, ended: set[int]) -> None:
+def _watch(num_ranks: int, stop: threading.Event, ended: set[int]) -> None:
     """Ticks are counted rather than time: a launcher that was stopped too, as by Ctrl-Z, has seen no time pass."""
     seen: set[int] = set()
     ticks: dict[int, int] = {}
     while not stop.wait(TICK_S):
-        states = list_ranks()
-        seen |= states.keys()
+        if len(seen) < num_ranks:
+            seen |= find_ranks()  # asks for every process of the machine, so no longer than it takes to know ours
+        states = {pid: state for pid in seen if (state := _read_state(pid))}
         if seen <= states.keys():
             ticks.clear()
             continue  # nobody has ended
@@ -48,15 +49,23 @@ def _watch(stop: threading.Event, ended: set[int]) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def list_ranks() -> dict[int, str]:
-    """The ranks among this process's children that have not ended, and the state each is in, by the system's letter."""
-    found = {}
+def find_ranks() -> set[int]:
+    """The ranks among this process's children."""
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            is_rank = int(parent) == os.getpid() and b"\0RANK=" in b"\0" + (folder / "environ").read_bytes()
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"\0RANK=" in b"\0" + (folder / "environ").read_bytes():
+                found.add(int(folder.name))
         except (OSError, ValueError):
             continue
-        if is_rank and state not in "ZX":
-            found[int(folder.name)] = state
     return found
+
+
+def _read_state(pid: int) -> str:
+    """The system's letter for what a child does; empty for one that has ended."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return ""
+    return state if state not in "ZX" and int(parent) == os.getpid() else ""

@@ -33,7 +33,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Process]]:
 
 
 def test_a_stopped_rank_is_ended_once_another_has_ended_and_a_running_one_is_not(ranks: list[Process]) -> None:
-    with end_stopped_ranks() as ended:
+    with end_stopped_ranks(3) as ended:
         time.sleep(0.2)
         ranks[1].send_signal(signal.SIGSTOP)
         ranks[0].kill()
@@ -43,7 +43,7 @@ def test_a_stopped_rank_is_ended_once_another_has_ended_and_a_running_one_is_not
 
 
 def test_a_stopped_rank_is_left_alone_while_all_are_there(ranks: list[Process]) -> None:
-    with end_stopped_ranks() as ended:
+    with end_stopped_ranks(3) as ended:
         ranks[1].send_signal(signal.SIGSTOP)
         with pytest.raises(subprocess.TimeoutExpired):
             ranks[1].wait(1)
