@@ -16,6 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, quit_on_interrupt
 from lockstep.recipes import read
+from lockstep.restarts import count_restarts, leave_outcome
 
 if TYPE_CHECKING:
     from lockstep.comm.world import World
@@ -44,7 +45,8 @@ def main() -> None:
     except LockstepError as error:
         if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
             print(f"lockstep: {error}", file=sys.stderr)
-        sys.exit(1)
+        # What all ranks have come to would come again; a rank that lost the others is to be started again.
+        sys.exit(leave_outcome(1, os.environ) if isinstance(error, SharedError) else 1)
     except KeyboardInterrupt:
         print("lockstep: interrupted.", file=sys.stderr)
         sys.exit(130)
@@ -76,8 +78,12 @@ def train(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<recipe>-<time> if not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last good checkpoint.")] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often ranks are started again, from the last checkpoint, when one is lost.")
+    ] = 0,
 ) -> None:
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
+    resume = resume or _was_begun(target, out)
     name, folder, wanted = _plan_run(target, settings or [], out, resume=resume)
 
     with quit_on_interrupt():
@@ -101,13 +107,15 @@ def train(
         if num_ranks > 1:
             arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
             with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
-                status = launch_ranks(num_ranks, [*arguments, *(f"--set={setting}" for setting in settings or [])])
-            raise typer.Exit(status)
+                arguments += [f"--set={setting}" for setting in settings or []]
+            raise typer.Exit(launch_ranks(num_ranks, arguments, restarts))
+        if restarts:
+            raise LockstepError("--restarts are for several ranks; ask for more with --ranks, or use Slurm's requeue.")
     elif ranks is not None and ranks != membership.size:
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
     status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=_open_sink)
     if status_word == "interrupted":
-        raise typer.Exit(130)
+        raise typer.Exit(leave_outcome(130, os.environ))
 
 
 @app.command()
@@ -186,6 +194,16 @@ def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: boo
         return folder.name, folder, wanted
     name, wanted = read.load_recipe(target, settings)
     return name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", wanted
+
+
+def _was_begun(target: str, out: Path | None) -> bool:
+    """Whether this rank was started again, and the run had left its configuration before it was lost."""
+    if not count_restarts(os.environ):
+        return False
+    if out is None:
+        name, _ = read.load_recipe(target)
+        return any(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
+    return (out / "config.toml").is_file()
 
 
 def _find_last_run(target: str) -> Path:

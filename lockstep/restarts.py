@@ -20,7 +20,7 @@ def count_restarts(environment: Mapping[str, str]) -> int:
 
 
 def leave_outcome(status: int, environment: Mapping[str, str]) -> int:
-    """The exit status of a rank that ends for good: 0 where the launcher would start a failed one again, and is told."""
+    """The exit status of a rank that ends for good: 0 where an agent would start it again; the launcher is told it."""
     file = environment.get(OUTCOME)
     if not file or not status:
         return status

@@ -50,6 +50,11 @@ class Pending:
         self._is_over.set()
         return self._error
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the device is through with it, too; asks and does not wait."""
+        return self._is_over.is_set() and (self._event is None or self._event.query())
+
     def fail(self, error: BaseException) -> None:
         """Give up the work before it began."""
         self._error = error

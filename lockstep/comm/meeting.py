@@ -21,6 +21,7 @@ LOOPBACK = "127.0.0.1"
 # Of Gloo, NCCL and TensorPipe: which interface they listen on.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 BACKLOG = 4096  # ranks that call at the same time; the system may allow fewer
+MAX_FILES = 65536
 
 
 def find_loopback() -> str:
@@ -115,7 +116,9 @@ def _resolve(address: str, port: int) -> list[tuple[int, Any]]:
 
 
 def _allow_files() -> None:
-    """Two lines to the store for each rank: as many open files as the system lets us have."""
+    """Room for two lines from each rank, where the system lets us have more open files than the usual 1,024."""
     with contextlib.suppress(OSError, ValueError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_FILES if most == resource.RLIM_INFINITY else min(most, MAX_FILES)
+        if few != resource.RLIM_INFINITY and few < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))

@@ -3,10 +3,12 @@
 A collective that fails says only that some connection broke. The pulse of a rank counts up twice a second beside the
 step and buffer it last sent: one that no longer counts is dead or stopped, one that counts but lags never sent the
 buffer the others wait for. A stopped one is ended by those on its host: its launcher would wait for it. Values are
-sealed (`seal.py`) and of a fixed format; any other is as if it had not come.
+sealed (`seal.py`) and of a fixed format; any other is as if it had not come. Where a rank cannot notice by itself that
+another is lost, `lookout.py` looks at one rank's pulse all the time.
 """
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -23,7 +25,12 @@ from lockstep.comm.seal import Seal
 INTERVAL_S = 0.5
 # Two readings this far apart tell a living pulse from a dead one, also when the cores are shared by many ranks.
 LISTEN_S = 3.0
-FORMAT = re.compile(r"(\d{1,15}) (\d{1,15}) (\d{1,15}) ([ -~]{0,300}?)", re.ASCII)
+FORMAT = re.compile(r"(\d{1,15}) (\d{1,15}) (\d{1,15}) (on|left) ([!-~]{0,300})", re.ASCII)
+LOSS_FORMAT = re.compile(r"(\d{1,9}) (\d{1,15}) (\d{1,15}) ([!-~]{0,300})", re.ASCII)
+LOSS_KEY = "lockstep/lost"  # the rank that one of the others found to be lost
+LEFT_KEY = "lockstep/left"  # how many have left in good order
+LEAVE_S = 20.0
+LAST_BEAT = 10**14  # beyond any count
 
 
 class Beat(NamedTuple):
@@ -32,7 +39,8 @@ class Beat(NamedTuple):
     beats: int
     step: int
     buffer: int  # buffers of that step sent so far
-    process: str = ""  # as `_name_process` writes it
+    process: str = ""  # as `name_process` writes it
+    has_left: bool = False  # in good order: it will not beat for long
 
 
 class Lost(NamedTuple):
@@ -62,6 +70,13 @@ class Pulse:
         self._seal = seal or Seal()
         self._progress = (0, 0)
         self._last: dict[int, Beat] = {}  # the last that was well-formed and ours, of each rank read
+        self._has_left = False
+        self._followed: int | None = None
+        self._found: Lost | None = None  # by this rank, for all others to read
+        self.rounds = 0  # that the thread has made; it stands still where the store does not answer
+        self.is_cut = False  # the store has hung up
+        self.reported: Lost | None = None  # by any rank
+        self._process = name_process(os.getpid())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="lockstep-pulse", daemon=True)
         self._thread.start()
@@ -69,6 +84,31 @@ class Pulse:
     def note(self, step: int, buffer: int) -> None:
         """This rank has sent `buffer` buffers of `step`; costs nothing, the thread will tell."""
         self._progress = (step, buffer)
+
+    def follow(self, rank: int) -> None:
+        """From now on read this rank's beat with every one of ours, and what others report: two questions a beat."""
+        self._followed = rank
+
+    @property
+    def heard(self) -> Beat:
+        """The last beat of the rank that is followed."""
+        return NEVER if self._followed is None else self._last.get(self._followed, NEVER)
+
+    def report(self, lost: Lost) -> None:
+        """Let all others know, with the next beat: a rank that waits for the store must not hold this one up."""
+        self._found = lost
+
+    def leave(self) -> None:
+        """From now on say that this rank has done all it came for; whoever keeps the store waits for the others."""
+        self._has_left = True
+        with contextlib.suppress(RuntimeError):  # the store's keeper may be gone already
+            self._tell(LAST_BEAT)
+            num_left = self._store.add(LEFT_KEY, 1)
+            end = time.monotonic() + LEAVE_S
+            # With the store gone, they would take this rank for lost.
+            while self._rank == self._keeper and num_left < self._num_ranks and time.monotonic() < end:
+                time.sleep(0.02)
+                num_left = self._store.add(LEFT_KEY, 0)
 
     def close(self) -> None:
         """Stop beating."""
@@ -83,29 +123,50 @@ class Pulse:
             after = self._read()
         except RuntimeError:
             # The store itself is gone, and with it whoever keeps it.
-            return None if self._keeper is None else Lost(self._keeper, True, *self._progress)
+            return self.lose_keeper()
         # Its beat says what a rank has sent; what it never sent is the buffer after that.
         dead = [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
         if dead:
             rank = min(dead, key=lambda rank: (after[rank].step, after[rank].buffer))
-            return Lost(rank, True, *after[rank][1:])
+            return lose(rank, after[rank])
         rank = min(after, key=lambda rank: (after[rank].step, after[rank].buffer))
         if (after[rank].step, after[rank].buffer) < self._progress:
-            return Lost(rank, False, *after[rank][1:])
+            return lose(rank, after[rank], is_dead=False)
         return None
+
+    def lose_keeper(self) -> Lost | None:
+        """The rank that keeps the store; None where it is no rank."""
+        return None if self._keeper is None else Lost(self._keeper, True, *self._progress)
 
     def _beat(self) -> None:
         count = 0
-        process = _name_process(os.getpid())
         while not self._stop.is_set():
             count += 1
-            step, buffer = self._progress
             try:
-                key = _key(self._rank)
-                self._store.set(key, self._seal.close(key, f"{count} {step} {buffer} {process}").decode())
+                self._tell(count)
+                if self._followed is not None:
+                    self._exchange(self._followed)
             except RuntimeError:
+                self.is_cut = True
                 return  # the store is gone, and the world with it
+            self.rounds += 1
             self._stop.wait(INTERVAL_S)
+
+    def _tell(self, count: int) -> None:
+        step, buffer = self._progress
+        state = "left" if self._has_left else "on"
+        key = _key(self._rank)
+        self._store.set(key, self._seal.close(key, f"{count} {step} {buffer} {state} {self._process}").decode())
+
+    def _exchange(self, followed: int) -> None:
+        """Read one rank's beat and who is reported lost, or report it; the first report stands."""
+        self._read_one(followed)
+        if self._store.check([LOSS_KEY]):
+            self.reported = parse_loss(self._seal.open(LOSS_KEY, self._store.get(LOSS_KEY))) or self.reported
+        if self._found is not None and self.reported is None:
+            rank, _, *rest = self._found
+            text = " ".join(map(str, (rank, *rest)))
+            self._store.set(LOSS_KEY, self._seal.close(LOSS_KEY, text).decode())
 
     def _read(self) -> dict[int, Beat]:
         """The others' beats; a rank that never beat counts as dead from the start."""
@@ -125,27 +186,63 @@ def parse_beat(text: str | None) -> Beat | None:
     found = FORMAT.fullmatch(text) if text is not None else None
     if found is None:
         return None
-    beats, step, buffer, process = found.groups()
-    return Beat(int(beats), int(step), int(buffer), process)
+    beats, step, buffer, state, process = found.groups()
+    return Beat(int(beats), int(step), int(buffer), process, state == "left")
+
+
+def parse_loss(text: str | None) -> Lost | None:
+    """What `_exchange` writes, and nothing else."""
+    found = LOSS_FORMAT.fullmatch(text) if text is not None else None
+    if found is None:
+        return None
+    rank, step, buffer, process = found.groups()
+    return Lost(int(rank), True, int(step), int(buffer), process)
+
+
+def lose(rank: int, beat: Beat, *, is_dead: bool = True) -> Lost:
+    """A rank that is lost, by its last beat."""
+    return Lost(rank, is_dead, beat.step, beat.buffer, beat.process)
 
 
 def end_process(name: str) -> None:
     """Kill a process that no longer answers, if it is on this host and still the one that had this name."""
-    host, _, rest = name.rpartition("/")
-    number = rest.partition("@")[0]
-    pid = int(number) if number.isascii() and number.isdigit() else 0
-    if pid and host == socket.gethostname() and _name_process(pid) == name:
+    pid = _find_pid(name)
+    if pid and name_process(pid) == name:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
-def _name_process(pid: int) -> str:
-    """Host, number and start: no other process ever has all three; empty where the system does not tell."""
+def is_gone(name: str) -> bool:
+    """Whether a process of this host has ended; one of another host cannot be told."""
+    pid = _find_pid(name)
+    return bool(pid) and name_process(pid) != name
+
+
+def _find_pid(name: str) -> int:
+    """The number of a process of this host; 0 for any other."""
+    host, _, rest = name.rpartition("/")
+    number = rest.partition("@")[0]
+    return int(number) if host == _name_host() and number.isascii() and number.isdigit() else 0
+
+
+def name_process(pid: int) -> str:
+    """Host, number and start: no other process ever has all three; empty for one that has ended or cannot be told."""
     try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, started = fields[0], fields[19]
     except (OSError, IndexError):
         return ""
-    return f"{socket.gethostname()}/{pid}@{started}"
+    return "" if state in "ZX" else f"{_name_host()}/{pid}@{started}"
+
+
+@functools.cache
+def _name_host() -> str:
+    """This host, and where containers count their processes apart, which of them."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()}:{space}"
 
 
 def _key(rank: int) -> str:

@@ -8,6 +8,7 @@ A step that is recorded sends nothing while it is recorded: each full buffer lea
 every replay the sums are started, each behind its event, while the rest of the replay still runs.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,6 +96,7 @@ class Reducer:
         self._start = start
         self._pulse = pulse
         self._step = 0  # steps begun, for the pulse
+        self._under_way: deque[tuple[Pending, tuple[int, int]]] = deque()  # sums the device may not be through with
         self._is_last_pass = False
         self._landed = [False] * len(slots)
         self._num_missing: list[int] = []
@@ -279,8 +281,22 @@ class Reducer:
             self._sums.append(self._start(self._elements(buffer, is_last), choice, num_exact, after))
             if self._watch is not None:
                 self._watch.sums = self._sums
-            if self._pulse is not None:
-                self._pulse.note(self._step + is_last, 0 if is_last else self._num_sent)
+            self._note_progress((self._step + is_last, 0 if is_last else self._num_sent))
+
+    def _note_progress(self, sent: tuple[int, int]) -> None:
+        """Tell the pulse how far this rank is: on a GPU what is done, since a host sends steps ahead of its device.
+
+        Asked here and not by the pulse's thread: no other thread may question events while a recording is made.
+        """
+        if self._pulse is None:
+            return
+        pending = self._sums[-1]
+        if not self._on_gpu or not isinstance(pending, Pending):
+            self._pulse.note(*sent)
+            return
+        self._under_way.append((pending, sent))
+        while self._under_way and self._under_way[0][0].is_done:
+            self._pulse.note(*self._under_way.popleft()[1])
 
     def _elements(self, buffer: Buffer, is_last: bool) -> Tensor:
         """The part of an array that a buffer is; the last one takes the side numbers along."""

@@ -4,8 +4,11 @@ A rank is started by torchrun (`lockstep train` uses its launcher too) or by Slu
 the environment. torch.distributed moves the bytes: NCCL between GPUs, Gloo between CPUs.
 """
 
+import atexit
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,8 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from lockstep.comm import values
+from lockstep.comm.census import Agreement, find_place, take_census
 from lockstep.comm.meeting import (
     call_again,
     is_kept_by_launcher,
@@ -52,6 +57,7 @@ class World:
     device: torch.device
     num_threads: int  # CPU cores this rank may use
     pulse: Pulse | None = None  # a world of one needs none
+    notice: str = ""  # on rank 0: why the backend is not the usual one
 
     @property
     def is_first(self) -> bool:
@@ -184,45 +190,84 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     device = torch.device("cuda", member.local_rank % num_gpus) if num_gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    num_threads = max(1, count_cores() // member.local_size)
-    torch.set_num_threads(num_threads)
-    world = World(member.rank, member.size, member.local_rank, member.local_size, device, num_threads)
+    world = World(member.rank, member.size, member.local_rank, member.local_size, device, count_cores())
     if member.size == 1:
+        torch.set_num_threads(world.num_threads)
         yield world
         return
-    # NCCL refuses two ranks on one GPU; Gloo carries CUDA tensors through the host.
-    chosen = ("nccl" if 0 < member.local_size <= num_gpus else "gloo") if backend == "auto" else backend
-    if chosen == "nccl" and not num_gpus:
-        raise LockstepError("comm.backend is nccl but this node has no CUDA device; use gloo or auto.")
+    seal = Seal.read(os.environ)
+    # Held to the end, as rank 0's may be the one that all the others talk to.
+    agreed, store, line = _meet(member, device, backend, seal, timeout_s)
+    if agreed.notice:
+        print(f"lockstep: {agreed.notice}", file=sys.stderr, flush=True)
+    torch.set_num_threads(agreed.num_threads)
+    keeper = None if is_kept_by_launcher() else 0
+    pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=seal)
+    try:
+        yield replace(world, num_threads=agreed.num_threads, pulse=pulse, notice=agreed.notice)
+    except BaseException:
+        # Silent from now on, so that others find this rank lost.
+        pulse.close()
+        _leave_after_error(agreed.backend)
+        raise
+    pulse.leave()
+    dist.destroy_process_group()
+    pulse.close()
+    del store
+
+
+def _meet(
+    member: Membership, device: torch.device, backend: str, seal: Seal, timeout_s: float
+) -> tuple[Agreement, Store, Store]:
+    """Find the other ranks and start the backend that all agree on; returns two lines to the store."""
     spans_nodes = member.size > member.local_size
     if not spans_nodes or is_loopback(member.address):
         stay_on_loopback(os.environ)  # read by the backends when they start
-    place = (member.address, member.port)
-    timeout = timedelta(seconds=timeout_s)
+    address, port, rank, size = member.address, member.port, member.rank, member.size
     try:
-        store = separate_attempt(join_store(*place, member.rank, member.size, timeout_s, spans_nodes=spans_nodes))
-        # A line of its own: what waits on the first one must not hold up a sign of life.
-        line = separate_attempt(call_again(*place, member.size, timeout_s))
-        dist.init_process_group(
-            chosen,
-            store=store,
-            rank=member.rank,
-            world_size=member.size,
-            timeout=timeout,
-            device_id=device if chosen == "nccl" else None,
-        )
+        store = join_store(address, port, rank, size, timeout_s, spans_nodes=spans_nodes)
+        # What waits on the first line must not hold up a sign of life on the second.
+        line = call_again(address, port, size, timeout_s)
+        store, line = separate_attempt(store), separate_attempt(line)
+        agreed = take_census(store, rank, size, find_place(device), asked=backend, seal=seal, timeout_s=timeout_s)
+        _start_backend(agreed.backend, store, member, device, timeout_s)
     except dist.DistError as error:
         raise LockstepError(
-            f"Rank {member.rank} could not meet the other ranks at {member.address}:{member.port} "
+            f"Rank {rank} could not meet the other ranks at {address}:{port} "
             f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
         ) from error
-    keeper = None if is_kept_by_launcher() else 0
-    pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=Seal.read(os.environ))
-    try:
-        yield replace(world, pulse=pulse)
-    finally:
-        pulse.close()
+    return agreed, store, line
+
+
+def _start_backend(backend: str, store: Store, member: Membership, device: torch.device, timeout_s: float) -> None:
+    if backend == "nccl":
+        # Its watchdog's last record delays the end, and is for those who debug NCCL itself.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=member.rank,
+        world_size=member.size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def _leave_after_error(backend: str) -> None:
+    """Stop the process group, unless that would wait for collectives that never come."""
+    if backend != "nccl":
         dist.destroy_process_group()
+        return
+    # NCCL waits for its kernels when its group is destroyed, and again when the interpreter takes it down: in silence,
+    # for up to the timeout. So the group stays, and the process ends at the first moment after it has said why.
+    atexit.register(_end_process)
+
+
+def _end_process() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 def count_cores() -> int:

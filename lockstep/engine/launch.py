@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from lockstep.comm.meeting import LOOPBACK, stay_on_loopback
 from lockstep.comm.seal import SECRET, make_secret
 from lockstep.engine.rendezvous import register_rendezvous
+from lockstep.engine.stopped import end_stopped_ranks
 from lockstep.errors import LockstepError
 from lockstep.processes import LAUNCHER
 from lockstep.restarts import OUTCOME, read_outcome
@@ -46,7 +47,7 @@ def launch_ranks(num_ranks: int, arguments: Sequence[str], restarts: int = 0) ->
     """Run `lockstep ARGUMENTS` as `num_ranks` ranks on this node and return the exit status.
 
     When a rank is lost, all are started again, at most `restarts` times, and go on from the last checkpoint. Ranks that
-    end of their own will, asked to stop or for a reason that would come again, leave word of it (`processes.py`).
+    end of their own will, asked to stop or for a reason that would come again, leave word of it (`restarts.py`).
     """
     with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as outcome:
         if restarts:
@@ -73,18 +74,24 @@ def _launch(num_ranks: int, arguments: Sequence[str], restarts: int) -> int:
         signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
         local_addr=LOOPBACK,
     )
-    try:
-        elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
-    except SignalException as stop:
-        return 128 + int(stop.sigval)
-    except ChildFailedError as failure:
-        return _explain(failure)
+    with end_stopped_ranks(num_ranks) as ended:
+        try:
+            elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
+        except SignalException as stop:
+            return 128 + int(stop.sigval)
+        except ChildFailedError as failure:
+            return _explain(failure, ended)
     return 0
 
 
-def _explain(failure: ChildFailedError) -> int:
+def _explain(failure: ChildFailedError, ended: Container[int]) -> int:
     """A rank that failed has said why itself; one that was killed could not."""
     rank, first = failure.get_first_failure()
+    if first.pid in ended:
+        raise LockstepError(
+            f"Rank {rank} was stopped while others ended, so it was killed; "
+            "if the run was not finished, go on from the last checkpoint with --resume."
+        )
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
         raise LockstepError(

@@ -1,14 +1,18 @@
 """One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
 
+import contextlib
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import torch
 
-from lockstep.comm.pulse import Pulse, end_process
+from lockstep.comm.lookout import Lookout
+from lockstep.comm.pulse import Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import SECTIONS, RunConfig, show, to_toml
 from lockstep.data.sources import check_root
@@ -42,6 +46,7 @@ def run_rank(
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
         watch_signals() as stop,
+        watch_ranks(world, config.comm.timeout_s),
         explain_failures(world),
         ExitStack() as held,
     ):
@@ -157,9 +162,35 @@ def explain_failures(world: World) -> Iterator[None]:
         raise LockstepError(describe_loss(world.rank, world.pulse)) from error
 
 
+@contextmanager
+def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
+    """While inside, a GPU's rank ends when another is lost; on a CPU the all-reduce itself fails, or times out."""
+    if world.pulse is None or world.device.type != "cuda":
+        yield
+        return
+    followed = (world.rank + 1) % world.size
+    lookout = Lookout(world.pulse, followed, timeout_s=timeout_s, end=partial(end_rank, world.rank))
+    try:
+        yield
+    finally:
+        lookout.close()
+
+
+def end_rank(rank: int, lost: Lost | None) -> None:
+    """Say who is lost and end this process at once: its main thread may never come back from the device."""
+    # Not by print: a main thread that is stuck may hold the stream.
+    with contextlib.suppress(OSError):
+        os.write(2, f"lockstep: {phrase_loss(rank, lost)}\n".encode())
+    os._exit(1)
+
+
 def describe_loss(rank: int, pulse: Pulse | None) -> str:
     """Who is missing after a failed all-reduce, as far as the pulses tell; one that is stopped is ended."""
-    lost = pulse.find_lost() if pulse else None
+    return phrase_loss(rank, pulse.find_lost() if pulse else None)
+
+
+def phrase_loss(rank: int, lost: Lost | None) -> str:
+    """The sentence on a rank that is lost; one that is stopped on this host is ended."""
     if lost is None:
         return f"Rank {rank} lost contact with the other ranks and stopped."
     if lost.is_dead:

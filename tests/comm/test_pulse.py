@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -88,7 +89,7 @@ def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def test_a_stopped_process_is_ended_by_its_name(sleeper: "subprocess.Popen[bytes]") -> None:
-    name = module._name_process(sleeper.pid)
+    name = module.name_process(sleeper.pid)
     sleeper.send_signal(signal.SIGSTOP)
     end_process(name)
     assert sleeper.wait(60) == -signal.SIGKILL
@@ -96,13 +97,20 @@ def test_a_stopped_process_is_ended_by_its_name(sleeper: "subprocess.Popen[bytes
 
 @pytest.mark.parametrize("change", ["other host", "other start", "nothing"])
 def test_a_process_that_is_not_the_one_named_is_left_alone(sleeper: "subprocess.Popen[bytes]", change: str) -> None:
-    name = module._name_process(sleeper.pid)
+    name = module.name_process(sleeper.pid)
     end_process({"other host": f"x{name}", "other start": f"{name}1", "nothing": ""}[change])
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.2)
 
 
-FORGED = [b"", b"9 9 9 x", b"- 9 9 9 x", b"\xff\xff", b"- 9 9 9 " + b"x" * 9999, Seal("other").close("k", "9 9 9 x")]
+FORGED = [
+    b"",
+    b"9 9 9 on x",
+    b"- 9 9 9 on x",
+    b"\xff\xff",
+    b"- 9 9 9 on " + b"x" * 9999,
+    Seal("other").close("k", "9 9 9 on x"),
+]
 
 
 @pytest.mark.parametrize("forged", FORGED)
@@ -121,14 +129,24 @@ def test_a_value_that_is_not_a_ranks_own_is_as_if_it_had_not_come(forged: bytes)
 
 def test_a_forged_first_value_leaves_a_rank_unheard() -> None:
     store = HashStore()
-    store.set("lockstep/pulse/1", "- 9 9 9 host/1@1")
+    store.set("lockstep/pulse/1", "- 9 9 9 on host/1@1")
     reader = Pulse(store, 0, 2, seal=Seal("secret"))
     assert reader._read_one(1) == module.NEVER
     reader.close()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1 2 3", "1 2 3 x y\n", "-1 2 3 x", "1 2 x y", "1 2 3 \u0663", "9" * 20 + " 1 1 x"]
+    "text",
+    [
+        "",
+        "1 2 3",
+        "1 2 3 on x y",
+        "1 2 3 on x\n",
+        "-1 2 3 on x",
+        "1 2 3 off y",
+        "1 2 3 on \u0663",
+        "9" * 20 + " 1 1 on x",
+    ],
 )
 def test_a_beat_of_another_form_is_none(text: str) -> None:
     assert module.parse_beat(text) is None
@@ -136,3 +154,23 @@ def test_a_beat_of_another_form_is_none(text: str) -> None:
 
 def test_a_process_named_without_a_number_is_left_alone() -> None:
     end_process(f"{module.socket.gethostname()}/x@y")
+
+
+def test_whoever_keeps_the_store_leaves_after_all_others(pulses: list[Pulse]) -> None:
+    keeper = threading.Thread(target=pulses[0].leave)
+    keeper.start()
+    pulses[1].leave()
+    keeper.join(0.3)
+    assert keeper.is_alive()
+    pulses[2].leave()
+    keeper.join(5)
+    assert not keeper.is_alive()
+
+
+def test_a_rank_that_never_leaves_is_not_waited_for_without_end(
+    pulses: list[Pulse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_S", 0.2)
+    begun = module.time.monotonic()
+    pulses[0].leave()
+    assert 0.2 <= module.time.monotonic() - begun < 5

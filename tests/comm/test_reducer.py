@@ -2,11 +2,14 @@
 
 import gc
 import weakref
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lockstep.comm.channel import Pending
 from lockstep.comm.cost import FLAT, Choice
 from lockstep.comm.fusion import ReductionPlan, add_tail, plan_buffers
 from lockstep.comm.hybrid import Hybrid
@@ -265,3 +268,32 @@ def reduce_votes(world: World) -> tuple[None, float]:
     assert parameters["bias"].grad is None
     assert gradients[0].sum() == 2 * 3 * 2 * (4 + 1)  # ranks × samples × outputs × (weights and bias)
     return None, reducer.side[0].item()
+
+
+class Sending(Pending):
+    """Work on a device that is done when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.through = False
+
+    @property
+    def is_done(self) -> bool:
+        return self.through
+
+
+def test_on_a_gpu_the_pulse_hears_of_what_is_done_and_not_of_what_is_sent() -> None:
+    """The host runs ahead of its device; what it has only sent would make a lost rank look further than it is."""
+    notes: list[tuple[int, int]] = []
+    reducer = Reducer.__new__(Reducer)
+    reducer._pulse = SimpleNamespace(note=lambda *sent: notes.append(sent))  # type: ignore[assignment]
+    reducer._under_way, reducer._on_gpu = deque(), True
+    sums = [Sending() for _ in range(3)]
+    for number, pending in enumerate(sums):
+        reducer._sums = [pending]
+        reducer._note_progress((0, number + 1))
+    assert notes == []
+    sums[0].through = sums[2].through = True
+    reducer._sums = [Sending()]
+    reducer._note_progress((0, 4))
+    assert notes == [(0, 1)]  # strictly in order: the third waits for the second

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from lockstep.comm.world import Membership, expand_tasks, first_node, read_membership
@@ -95,3 +98,26 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert world.is_first
     assert world.broadcast_value("x") == "x"
     assert world.sum(torch.tensor([3])).item() == 3
+
+
+LEAVING = """
+import sys
+from lockstep.comm import world as module
+from lockstep.errors import LockstepError
+module.dist.destroy_process_group = lambda: print("destroyed", flush=True)  # as one that waits for ever
+try:
+    try:
+        raise LockstepError("the reason")
+    except LockstepError:
+        module._leave_after_error(sys.argv[1])
+        raise
+except LockstepError as error:
+    print(error, flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("nccl", "the reason\n"), ("gloo", "destroyed\nthe reason\n")])
+def test_after_an_error_nccl_is_not_waited_for_and_the_reason_is_said(backend: str, expected: str) -> None:
+    result = subprocess.run([sys.executable, "-c", LEAVING, backend], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (1, expected)
