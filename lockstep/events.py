@@ -310,7 +310,8 @@ def _fits(value: Any, wanted: Any) -> bool:
     if wanted is int:
         return type(value) is int and abs(value) < LARGEST
     if wanted is float:
-        return type(value) in (int, float) and abs(value) < LARGEST  # which no NaN is
+        # A loss may become any number before a run ends; an integer of 5,000 digits is no float's.
+        return (type(value) is float and math.isfinite(value)) or (type(value) is int and abs(value) < LARGEST)
     origin = get_origin(wanted)
     return isinstance(value, str if origin is Literal else origin or wanted)
 

@@ -150,3 +150,41 @@ def test_slurms_early_warning_reaches_the_ranks_of_our_own_launcher(images: Path
     assert ended.status == "interrupted"
     assert (run / "checkpoints" / f"step-{ended.step:08d}" / "manifest.json").exists()
     assert list(scratch.glob("torchelastic*")) == [], "the launcher leaves folders behind at every start"
+
+
+def test_a_lost_rank_is_started_again_with_all_and_the_run_ends_as_if_nothing_had_happened(
+    images: Path, tmp_path: Path
+) -> None:
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), "train.duration=6ep"]]
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    assert commands.run("train", "quickstart", "--ranks=2", f"--out={plain}", *settings)[0] == 0
+    process = commands.start("train", "quickstart", "--ranks=2", "--restarts=2", f"--out={folder}", *settings)
+    commands.wait_for_step(folder, 5, process)
+    os.kill(commands.list_children(process.pid)[0], signal.SIGKILL)
+    status, out, err = commands.finish(process)
+    assert status == 0, err
+    assert "Traceback" not in out + err
+    assert "Going on from step" in out
+    mine, theirs = commands.last_weights(folder), commands.last_weights(plain)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_that_is_asked_to_stop_is_not_started_again(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), "train.duration=40ep"]]
+    process = commands.start("train", "quickstart", "--ranks=2", "--restarts=2", f"--out={folder}", *settings)
+    commands.wait_for_step(folder, 3, process)
+    os.kill(commands.list_children(process.pid)[0], signal.SIGTERM)
+    status, _, err = commands.finish(process)
+    assert status == 130, err
+    assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
+
+
+def test_what_would_fail_again_is_not_tried_again(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    hot = [*tiny_settings(images), "optim.lr=1e30", "optim.warmup=0st"]
+    settings = [f"--set={setting}" for setting in hot]
+    status, _, err = commands.run("train", "quickstart", "--ranks=2", "--restarts=2", f"--out={folder}", *settings)
+    assert status == 1
+    assert err.count("lockstep: ") == 1
+    assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
