@@ -119,13 +119,16 @@ class Pulse:
         """The rank that stopped answering, or else the one furthest behind; None when nobody is."""
         try:
             before = self._read()
-            time.sleep(LISTEN_S)
+            # A process of this host that has ended needs no listening to; a rank that left in good order is not lost.
+            dead = [rank for rank, beat in before.items() if is_gone(beat.process) and not beat.has_left]
+            if not dead:
+                time.sleep(LISTEN_S)
             after = self._read()
         except RuntimeError:
             # The store itself is gone, and with it whoever keeps it.
             return self.lose_keeper()
         # Its beat says what a rank has sent; what it never sent is the buffer after that.
-        dead = [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
+        dead = dead or [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
         if dead:
             rank = min(dead, key=lambda rank: (after[rank].step, after[rank].buffer))
             return lose(rank, after[rank])

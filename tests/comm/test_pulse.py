@@ -103,6 +103,21 @@ def test_a_process_that_is_not_the_one_named_is_left_alone(sleeper: "subprocess.
         sleeper.wait(0.2)
 
 
+def test_a_process_of_this_host_that_has_ended_is_named_without_listening(
+    pulses: list[Pulse], sleeper: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LISTEN_S", 60.0)
+    pulses[2]._process = module.name_process(sleeper.pid)
+    module.time.sleep(0.1)
+    sleeper.kill()
+    sleeper.wait()
+    begun = module.time.monotonic()
+    lost = pulses[0].find_lost()
+    assert lost is not None
+    assert (lost.rank, lost.is_dead) == (2, True)
+    assert module.time.monotonic() - begun < 10
+
+
 FORGED = [
     b"",
     b"9 9 9 on x",
