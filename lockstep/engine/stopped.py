@@ -37,6 +37,8 @@ def _watch(num_ranks: int, stop: threading.Event, ended: set[int]) -> None:
         if len(seen) < num_ranks:
             seen |= find_ranks()  # asks for every process of the machine, so no longer than it takes to know ours
         states = {pid: state for pid in seen if (state := _read_state(pid))}
+        if not states:
+            seen.clear()  # all have ended, and may be started again
         if seen <= states.keys():
             ticks.clear()
             continue  # nobody has ended
