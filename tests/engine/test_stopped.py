@@ -52,7 +52,7 @@ def test_a_stopped_rank_is_left_alone_while_all_are_there(ranks: list[Process]) 
 
 def test_a_rank_stopped_in_its_last_moments_does_not_hold_the_launcher(images: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = [*tiny_settings(images), "train.duration=3st", "optim.warmup=0st"]
+    settings = [*tiny_settings(images), "train.duration=3st", "optim.warmup=0st", "comm.timeout_s=5"]
     process = commands.start(
         "train", "quickstart", *[f"--set={setting}" for setting in settings], "--ranks=2", f"--out={folder}"
     )
@@ -62,4 +62,6 @@ def test_a_rank_stopped_in_its_last_moments_does_not_hold_the_launcher(images: P
     os.kill(victim, signal.SIGSTOP)
     status, out, err = commands.finish(process, timeout_s=60)
     assert status == 1, out + err
-    assert "Rank 1 was stopped while others ended, so it was killed" in err
+    # Stopped behind the last barrier, it is the launcher's to end; before it, rank 0 waits for it and names it.
+    last_words = ("Rank 1 was stopped while others ended, so it was killed", "Rank 1 stopped answering")
+    assert any(words in err for words in last_words), err
