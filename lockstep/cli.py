@@ -106,9 +106,10 @@ def train(
             prepare_folder(folder)
         if num_ranks > 1:
             arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
+            arguments += [f"--set={setting}" for setting in settings or []]
             with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
-                arguments += [f"--set={setting}" for setting in settings or []]
-            raise typer.Exit(launch_ranks(num_ranks, arguments, restarts))
+                status = launch_ranks(num_ranks, arguments, restarts)
+            raise typer.Exit(status)
         if restarts:
             raise LockstepError("--restarts are for several ranks; ask for more with --ranks, or use Slurm's requeue.")
     elif ranks is not None and ranks != membership.size:

@@ -116,7 +116,18 @@ class Pulse:
         self._thread.join(timeout=5)
 
     def find_lost(self) -> Lost | None:
-        """The rank that stopped answering, or else the one furthest behind; None when nobody is."""
+        """The rank that stopped answering, or else the one furthest behind; None when nobody is.
+
+        Whoever finds a dead rank first tells all others: it ends itself then, and must not be taken for the lost one.
+        """
+        lost = self._listen()
+        if lost is None or not lost.is_dead:
+            return lost
+        with contextlib.suppress(RuntimeError):  # the store may be gone with it
+            return self._share_loss(lost)
+        return lost
+
+    def _listen(self) -> Lost | None:
         try:
             before = self._read()
             # A process of this host that has ended needs no listening to; a rank that left in good order is not lost.
@@ -164,12 +175,23 @@ class Pulse:
     def _exchange(self, followed: int) -> None:
         """Read one rank's beat and who is reported lost, or report it; the first report stands."""
         self._read_one(followed)
-        if self._store.check([LOSS_KEY]):
-            self.reported = parse_loss(self._seal.open(LOSS_KEY, self._store.get(LOSS_KEY))) or self.reported
+        self.reported = self._read_loss() or self.reported
         if self._found is not None and self.reported is None:
-            rank, _, *rest = self._found
-            text = " ".join(map(str, (rank, *rest)))
-            self._store.set(LOSS_KEY, self._seal.close(LOSS_KEY, text).decode())
+            self._share_loss(self._found)
+
+    def _read_loss(self) -> Lost | None:
+        """Who was reported lost, if anyone was."""
+        known = self._store.check([LOSS_KEY])
+        return parse_loss(self._seal.open(LOSS_KEY, self._store.get(LOSS_KEY))) if known else None
+
+    def _share_loss(self, lost: Lost) -> Lost:
+        """Report a lost rank; the first report stands, and is the answer."""
+        if reported := self._read_loss():
+            return reported
+        rank, _, *rest = lost
+        text = " ".join(map(str, (rank, *rest)))
+        self._store.set(LOSS_KEY, self._seal.close(LOSS_KEY, text).decode())
+        return lost
 
     def _read(self) -> dict[int, Beat]:
         """The others' beats; a rank that never beat counts as dead from the start."""

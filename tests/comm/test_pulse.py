@@ -118,6 +118,19 @@ def test_a_process_of_this_host_that_has_ended_is_named_without_listening(
     assert module.time.monotonic() - begun < 10
 
 
+def test_a_survivor_that_has_ended_is_not_taken_for_the_rank_it_named(
+    pulses: list[Pulse], sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    pulses[1].note(7, 2)
+    pulses[1].close()
+    assert pulses[0].find_lost()[0] == 1  # type: ignore[index]
+    pulses[0]._process = module.name_process(sleeper.pid)  # which ends now, having named rank 1
+    module.time.sleep(0.1)
+    sleeper.kill()
+    sleeper.wait()
+    assert pulses[2].find_lost()[0] == 1  # type: ignore[index]
+
+
 FORGED = [
     b"",
     b"9 9 9 on x",
