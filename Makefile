@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-gpu check format bench clean
+.PHONY: setup train test test-gpu check format bench chaos clean
 
 setup: $(VENV)/.installed
 
@@ -35,6 +35,10 @@ format: setup
 bench: setup
 	$(BIN)/lockstep bench step --against bare
 	$(BIN)/lockstep bench step
+
+# Kills, stops and starves real runs for some minutes; nothing may be lost, hang or be left behind.
+chaos: setup
+	$(BIN)/lockstep bench chaos --faults 25
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
