@@ -135,7 +135,7 @@ def tune(
         from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
         from lockstep.engine.planning import default_plan_folder, tune_recipe
         from lockstep.engine.run import explain_failures
-        from lockstep.plan.files import read_profile
+        from lockstep.plan.folder import read_profile
         from lockstep.report.display import progress
 
     console = Console()

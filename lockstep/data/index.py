@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.files import read_plain
 from lockstep.data.index_check import ShardInfo, check_arrays, check_header
+from lockstep.data.plain_files import read_plain
 from lockstep.errors import LockstepError
 
 Settings = Mapping[str, float | str]

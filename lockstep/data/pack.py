@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.files import READ_TIMEOUT_S, measure_plain, read_plain
 from lockstep.data.index import Index, Settings, join_indexes, read_index, write_index
+from lockstep.data.plain_files import READ_TIMEOUT_S, measure_plain, read_plain
 from lockstep.data.record import BLOCK, FRAME_BYTES
 from lockstep.data.shard_writer import ShardJob, cannot_write, write_shard
 from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lockstep.data.augment import Boxes, Sides, central_crops, draw_crops, random_crops
 from lockstep.data.block import Request, Rows
-from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.order import Cursor, Samples, StepPlan, plan_step
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
 from lockstep.data.sources import Source

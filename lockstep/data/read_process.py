@@ -22,7 +22,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
 from lockstep.data.decode import DecodeError, Header, read_header
-from lockstep.data.files import READ_TIMEOUT_S
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.reader import Loaded
 from lockstep.data.sources import Source
 

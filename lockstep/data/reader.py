@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from lockstep.data.decode import DecodeError, Header, read_header
-from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.jpeg_frame import Encoded
 from lockstep.data.order import Samples
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.sources import Source
 from lockstep.data.threads import MAX_HUNG, Watch, disk_hangs, too_late
 from lockstep.errors import LockstepError

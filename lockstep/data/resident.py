@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.data.decode import DecodeError, read_header
-from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.order import Samples
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.sources import Source
 from lockstep.data.threads import read_each
 

@@ -14,9 +14,9 @@ import simplejpeg
 from PIL import Image
 
 from lockstep.data.decode import DecodeError, decode
-from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.index import Index, Settings, write_index
 from lockstep.data.index_check import ShardInfo
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.record import BLOCK, END, build_key, build_record
 from lockstep.data.shards import WORK_FOLDER
 from lockstep.data.sources import ImageFolder

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.files import check_length, measure_plain, open_plain
 from lockstep.data.index import Index, read_index
+from lockstep.data.plain_files import check_length, measure_plain, open_plain
 from lockstep.data.record import BLOCK, parse_name
 from lockstep.data.sources import hash_arrays, hash_labels
 from lockstep.errors import LockstepError

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.files import measure_plain, read_plain
+from lockstep.data.plain_files import measure_plain, read_plain
 from lockstep.errors import LockstepError
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")

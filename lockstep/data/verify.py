@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.data.decode import DecodeError, decode
-from lockstep.data.files import READ_TIMEOUT_S
 from lockstep.data.index import Index, split_index
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.record import BLOCK, END, FRAME_BYTES, build_record, key_of, padding, parse_name
 from lockstep.data.shards import OpenShard, read_indexes
 from lockstep.data.threads import read_each, read_one

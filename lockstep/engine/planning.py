@@ -27,7 +27,7 @@ from lockstep.engine.state import put_back
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import is_worth_compiling, list_compiled, list_executions, pick_trial
-from lockstep.plan.files import read_plan, write_plan
+from lockstep.plan.folder import read_plan, write_plan
 from lockstep.plan.plan import Execution, Plan, from_toml, to_toml
 from lockstep.plan.profile import Profile, Setup, from_json, read_setup, to_json
 

@@ -43,7 +43,7 @@ from lockstep.events import (
 )
 from lockstep.optim.doctor import Doctor
 from lockstep.plan.choose import explain_choice
-from lockstep.plan.files import write_plan
+from lockstep.plan.folder import write_plan
 from lockstep.plan.plan import Plan, describe_reduction, to_table
 from lockstep.plan.profile import InputRate
 

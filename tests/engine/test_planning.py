@@ -19,7 +19,7 @@ from lockstep.engine.step import LOSS
 from lockstep.events import PlanChosen
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import PLAIN
-from lockstep.plan.files import PLAN_FILE, PROFILE_FILE, read_profile
+from lockstep.plan.folder import PLAN_FILE, PROFILE_FILE, read_profile
 from lockstep.plan.plan import Execution
 from tests.engine import commands
 from tests.engine.conftest import tiny_config, tiny_settings

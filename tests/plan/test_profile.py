@@ -12,7 +12,7 @@ from lockstep.comm.cost import FLAT, Choice, Timing
 from lockstep.comm.fusion import ReductionPlan, plan_buffers
 from lockstep.errors import LockstepError
 from lockstep.layout import ParameterSpec, plan_layout
-from lockstep.plan.files import PLAN_FILE, PROFILE_FILE, read_plan, read_profile, write_plan
+from lockstep.plan.folder import PLAN_FILE, PROFILE_FILE, read_plan, read_profile, write_plan
 from lockstep.plan.plan import Execution, InputPlan, Plan
 from lockstep.plan.profile import InputRate, Profile, Setup, SlotTime, StepTime, Trial, from_json, time_slots, to_json
 
