@@ -104,9 +104,22 @@ def events(folder: Path) -> list[Event]:
 
 
 def read_rank(pid: int) -> str:
-    """The rank that a process was started as."""
-    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return next(variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK="))
+    """The rank that a process was started as; empty for one that has none, or is not yet the program it will be."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    except OSError:
+        return ""
+    return next((variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK=")), "")
+
+
+def find_ranks(process: "subprocess.Popen[str]", count: int) -> dict[str, int]:
+    """The processes of a launcher's ranks by their rank, once all are there."""
+
+    def find() -> dict[str, int]:
+        return {rank: pid for pid in list_children(process.pid) if (rank := read_rank(pid))}
+
+    wait_until(lambda: len(find()) == count, process)
+    return find()
 
 
 def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]", timeout_s: float = 90) -> None:

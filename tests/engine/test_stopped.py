@@ -56,8 +56,7 @@ def test_a_rank_stopped_in_its_last_moments_does_not_hold_the_launcher(images: P
     process = commands.start(
         "train", "quickstart", *[f"--set={setting}" for setting in settings], "--ranks=2", f"--out={folder}"
     )
-    commands.wait_until(lambda: len(commands.list_children(process.pid)) == 2, process)
-    victim = next(pid for pid in commands.list_children(process.pid) if commands.read_rank(pid) == "1")
+    victim = commands.find_ranks(process, 2)["1"]
     commands.wait_until(lambda: any(isinstance(event, RunEnded) for event in commands.events(folder)), process)
     os.kill(victim, signal.SIGSTOP)
     status, out, err = commands.finish(process, timeout_s=60)
