@@ -137,6 +137,7 @@ class Run:
         self._site = folder / "site"
         self._cache = cache
         self.output = ""
+        self.num_hung = 0
 
     def start(self) -> Part:
         """Start the program, or have it go on if it has begun; one killed before it left a word is started again."""
@@ -175,6 +176,7 @@ class Run:
             part.kill(self.marker)
             out, _ = part.process.communicate()
             self.output += out
+            self.num_hung += 1
             return None
         self.output += out
         return part.process.returncode
@@ -363,6 +365,10 @@ def judge(one: Run, expected: str) -> Verdict:
         verdict.problems.append(f"run {one.number} ended with other weights than the run without faults")
     if not all(event.ledger_ok for event in epochs):
         verdict.problems.append(f"run {one.number} lost or doubled samples")
+    if not epochs:
+        verdict.problems.append(f"run {one.number} certified no epoch")
+    if one.num_hung:
+        verdict.problems.append(f"run {one.number} hung {one.num_hung} times")
     if "Traceback" in one.output:
         verdict.problems.append(f"run {one.number} printed a traceback")
     left = wait_until_gone(one.marker)

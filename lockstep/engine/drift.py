@@ -40,9 +40,15 @@ def find_drift(parts: Parts, side: Tensor, world: World) -> str:
     worst = max(range(len(norms)), key=lambda rank: abs(norms[rank] - usual))
     spread = abs(norms[worst] - usual) / max(usual, 1e-30)
     if not spread <= TOLERANCE:
+        # Of two ranks nobody can tell which is the one that is wrong.
+        who = (
+            "Ranks 0 and 1 no longer hold the same weights"
+            if len(norms) == 2
+            else (f"Rank {worst} no longer holds the weights of the others")
+        )
         raise SharedError(
-            f"Rank {worst} no longer holds the weights of the others (their norm is {norms[worst]:.6g} there and "
-            f"{usual:.6g} elsewhere); check that machine's memory and go on with --resume."
+            f"{who} (their norm is {norms[worst]:.6g} on rank {worst} and {usual:.6g} elsewhere); check the memory of "
+            "those machines and go on with --resume."
         )
     for array in list_changing(parts).over_layout.values():
         world.broadcast(array)
