@@ -76,6 +76,7 @@ def _serve(jobs: "queue.SimpleQueue[Job | None]", given_up: set[int]) -> None:
         job()
         del job  # and what it holds, before the next one comes
         if mine in given_up:
+            given_up.discard(mine)  # the system gives the number of a thread that has ended to a new one
             return
 
 

@@ -27,7 +27,7 @@ from tests.data.test_device_batch import CpuNvjpeg, wait_for_processes
 from tests.data.test_pipeline import eval_pipeline, train_pipeline
 from tests.data.test_read_process import is_running, open_process, wait_until
 
-LIMIT_S = 0.3
+LIMIT_S = 1.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -48,7 +48,7 @@ def test_a_sample_that_does_not_come_is_bad_and_holds_up_nobody(num_threads: int
     options = {"global_batch": 24, "bad_share": 0.1, "threads": num_threads}
     with train_pipeline(source, read_timeout_s=LIMIT_S, **options) as pipeline:
         batches = list(islice(pipeline, 2))
-        assert pipeline.bad == {sample: f"picture-{sample}.jpg (not read within 0.3 s)" for sample in (5, 17)}
+        assert pipeline.bad == {sample: f"picture-{sample}.jpg (not read within 1 s)" for sample in (5, 17)}
     expected = [{5: 6, 17: 18}.get(sample, sample) for sample in batches[0].samples.tolist()]
     assert batches[0].labels.tolist() == expected
     source.released = True
@@ -94,7 +94,7 @@ def test_a_name_that_does_not_come_is_done_without() -> None:
     source.read = lambda index: source.encoded[index]  # type: ignore[method-assign]
     with train_pipeline(source, read_timeout_s=LIMIT_S, global_batch=8, bad_share=0.2) as pipeline:
         next(pipeline)
-        assert pipeline.bad == {3: "picture-3.jpg (not read within 0.3 s)"}
+        assert pipeline.bad == {3: "picture-3.jpg (not read within 1 s)"}
     source.released = True
 
 
@@ -102,7 +102,7 @@ def test_one_bad_sample_more_than_allowed_stops_the_run() -> None:
     source = hanging(24, 5)
     with (
         train_pipeline(source, read_timeout_s=LIMIT_S, global_batch=24) as pipeline,
-        pytest.raises(LockstepError, match=r"1 of 24 samples .* allows 0: picture-5\.jpg \(not read within 0\.3 s\)"),
+        pytest.raises(LockstepError, match=r"1 of 24 samples .* allows 0: picture-5\.jpg \(not read within 1 s\)"),
     ):
         next(pipeline)
     source.released = True
@@ -227,7 +227,7 @@ def test_a_shard_that_hangs_is_named_without_reading(tmp_path: Path, monkeypatch
     monkeypatch.setattr(OpenShard, "read", hang)
     with train_pipeline(train, read_timeout_s=LIMIT_S, global_batch=20, bad_share=0.05) as pipeline:
         next(pipeline)
-        assert pipeline.bad == {7: f"{tmp_path}/pack/train-000000.tar: sample 7 (not read within 0.3 s)"}
+        assert pipeline.bad == {7: f"{tmp_path}/pack/train-000000.tar: sample 7 (not read within 1 s)"}
     released.set()
 
 
