@@ -56,6 +56,8 @@ class RunStarted(Event):
     steps_per_epoch: int
     start_step: int
     versions: dict[str, str]
+    layers: list[str] = field(default_factory=list)  # by their slots' names, in the layout's order
+    class_names: list[str] = field(default_factory=list)  # empty where there are none to show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,35 @@ class StepDone(Event):
     compute_s: float
     comm_s: float
     step_s: float
+    loss_scale: float | None = None  # None where there is none
+    skipped: int = 0  # steps of these that the loss scale dropped
+    noise_scale: float | None = None  # samples beyond which a larger batch no longer pays; None: not known
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayersMeasured(Event):
+    """Norms layer by layer at one step, in the order of `RunStarted.layers`; now and then, not every step."""
+
+    step: int
+    weight_norms: list[float]
+    gradient_norms: list[float]
+    trust_ratios: list[float]  # empty under a rule that has none
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineTaken(Event):
+    """What one rank did in a few steps, as spans.
+
+    A span is `{"lane", "name", "step", "start_s", "end_s"}`, in seconds from the beginning of `first_step`. The lane
+    "step" holds what a step is made of, without gaps or overlaps: input, forward, backward, communicate (exposed),
+    update, other. Lanes "input", "all-reduce" and so on hold what went on beside it.
+    """
+
+    rank: int
+    first_step: int
+    num_steps: int
+    seconds: float  # from the beginning of the first of these steps to the end of the last
+    spans: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +157,15 @@ class Evaluated(Event):
     total: int
     loss: float
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistakesFound(Event):
+    """What the last evaluation got wrong."""
+
+    step: int
+    confusion: list[list[int]]  # [class, taken for, how often], those that happened, the most frequent first
+    worst: list[dict[str, Any]]  # most confident first: {"name", "label", "predicted", "confidence", "jpeg"} (base64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +206,10 @@ class RunEnded(Event):
     share_input: float
     reason: str = ""
     straggler: str = ""  # the sentence that names who held the others up, if anyone did
+    startup_s: float = 0.0  # of `wall_s`: from the start to the first step
+    evaluate_s: float = 0.0
+    checkpoint_s: float = 0.0
+    energy_j: float | None = None  # of all devices, where they tell
 
 
 KINDS: dict[str, type[Event]] = {
@@ -175,8 +219,11 @@ KINDS: dict[str, type[Event]] = {
         PlanChosen,
         InputChosen,
         StepDone,
+        LayersMeasured,
+        TimelineTaken,
         EpochDone,
         Evaluated,
+        MistakesFound,
         CheckpointSaved,
         Notice,
         RunEnded,

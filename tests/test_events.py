@@ -16,11 +16,14 @@ from lockstep.events import (
     Event,
     EventLog,
     InputChosen,
+    LayersMeasured,
+    MistakesFound,
     Notice,
     PlanChosen,
     RunEnded,
     RunStarted,
     StepDone,
+    TimelineTaken,
     encode,
     read_events,
 )
@@ -77,10 +80,28 @@ EVENTS: list[Event] = [
         compute_s=0.08,
         comm_s=0.01,
         step_s=0.1,
+        loss_scale=1024.0,
+        skipped=1,
+        noise_scale=300.0,
+    ),
+    LayersMeasured(time_s=2.2, step=10, weight_norms=[1.0, 2.0], gradient_norms=[0.1, 0.2], trust_ratios=[0.01, 0.02]),
+    TimelineTaken(
+        time_s=2.4,
+        rank=1,
+        first_step=8,
+        num_steps=1,
+        seconds=0.1,
+        spans=[{"lane": "step", "name": "forward", "step": 8, "start_s": 0.0, "end_s": 0.1}],
     ),
     EpochDone(time_s=3.0, epoch=0, ledger="00ff", ledger_ok=True, bad_samples=1),
     Evaluated(
         time_s=4.0, step=10, epoch=1.0, top1=0.5, top5=0.75, correct1=16, correct5=24, total=32, loss=1.5, seconds=0.5
+    ),
+    MistakesFound(
+        time_s=4.5,
+        step=10,
+        confusion=[[0, 1, 5]],
+        worst=[{"name": "a.jpg", "label": 0, "predicted": 1, "confidence": 0.9, "jpeg": "/9j/"}],
     ),
     CheckpointSaved(time_s=5.0, step=10, path="checkpoints/step-10", bytes=4096, seconds=0.1),
     Notice(time_s=6.0, level="warning", text="résumé – a bad sample", rank=1),
@@ -101,6 +122,7 @@ EVENTS: list[Event] = [
         share_input=0.05,
     ),
 ]
+NOTICE = next(event for event in EVENTS if isinstance(event, Notice))
 
 
 def never(notice: Notice) -> None:
@@ -156,13 +178,13 @@ def test_an_unknown_speed_stays_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", range(1, 40, 7))
 def test_a_torn_last_line_is_left_out(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "events.jsonl"
-    path.write_bytes(encode(EVENTS[3]).encode() + b"\n" + encode(EVENTS[7]).encode()[:kept])
+    path.write_bytes(encode(EVENTS[3]).encode() + b"\n" + encode(NOTICE).encode()[:kept])
     assert read_events(path) == [EVENTS[3]]
 
 
 def test_a_line_torn_inside_a_letter_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    whole = encode(EVENTS[7]).encode()
+    whole = encode(NOTICE).encode()
     path.write_bytes(whole[: whole.index("é".encode()) + 1])
     assert read_events(path) == []
 
