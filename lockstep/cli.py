@@ -14,7 +14,7 @@ from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
-from lockstep.processes import end_on_second, follow_launcher, quit_on_interrupt
+from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
 from lockstep.recipes import read
 from lockstep.restarts import count_restarts, leave_outcome
 
@@ -40,6 +40,8 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run a command; a user's mistake is one sentence and a non-zero exit."""
     follow_launcher(os.environ)
+    if "RANK" in os.environ:
+        name_process(f"lockstep:{os.environ['RANK']}")
     try:
         app()
     except LockstepError as error:
@@ -71,7 +73,11 @@ def root(
 def train(
     target: Annotated[str, typer.Argument(help="A recipe's name, a TOML file, or a run's folder.", metavar="RECIPE")],
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Ranks to start, or the least and the most; one per GPU, or 1 on the CPU, if not given.",
+        ),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting, such as optim.momentum=0.95; repeatable.")
@@ -79,7 +85,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<recipe>-<time> if not given.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last good checkpoint.")] = False,
     restarts: Annotated[
-        int, typer.Option(min=0, help="How often ranks are started again, from the last checkpoint, when one is lost.")
+        int, typer.Option(min=0, help="How often ranks are started again, from where they were, when one is lost.")
     ] = 0,
 ) -> None:
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
@@ -92,27 +98,32 @@ def train(
         from lockstep.engine.launch import choose_num_ranks, launch_ranks
         from lockstep.engine.owner import check_unowned
         from lockstep.engine.run import prepare_folder, run_rank
+        from lockstep.engine.snapshot import clear_memory, find_memory
+        from lockstep.engine.template import Template
         from lockstep.report.display import progress
 
     membership = read_membership(os.environ)
     console = Console()
     if membership is None:
-        # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
-        num_ranks = choose_num_ranks(ranks)
-        check_shares(wanted, num_ranks)
-        open_sources(wanted.data, progress("Rendering images", console))
-        check_unowned(folder)
-        if not resume:
-            prepare_folder(folder)
-        if num_ranks > 1:
-            arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
-            arguments += [f"--set={setting}" for setting in settings or []]
-            with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
-                status = launch_ranks(num_ranks, arguments, restarts)
-            raise typer.Exit(status)
-        if restarts:
-            raise LockstepError("--restarts are for several ranks; ask for more with --ranks, or use Slurm's requeue.")
-    elif ranks is not None and ranks != membership.size:
+        with Template(main) as template:  # first of all: before there are threads, and before a GPU is asked anything
+            # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
+            least, most = choose_num_ranks(ranks)
+            for num_ranks in range(least, most + 1):
+                check_shares(wanted, num_ranks)
+            open_sources(wanted.data, progress("Rendering images", console))
+            check_unowned(folder)
+            if not resume:
+                prepare_folder(folder)
+            if most > 1 or restarts:
+                arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
+                arguments += [f"--set={setting}" for setting in settings or []]
+                with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
+                    try:
+                        status = launch_ranks(template, (least, most), arguments, restarts)
+                    finally:
+                        clear_memory(find_memory(folder))  # nobody starts these ranks again
+                raise typer.Exit(status)
+    elif ranks is not None and ranks != str(membership.size):
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
     status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=_open_sink)
     if status_word == "interrupted":
@@ -123,7 +134,7 @@ def train(
 def tune(
     target: Annotated[str, typer.Argument(help="A recipe's name or a TOML file.", metavar="RECIPE")] = "quickstart",
     ranks: Annotated[
-        int | None, typer.Option(help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
+        str | None, typer.Option(metavar="N", help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
     ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting; repeatable.")] = None,
     show: Annotated[bool, typer.Option("--show", help="Explain every plan remembered, measure nothing.")] = False,
@@ -135,6 +146,7 @@ def tune(
         from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
         from lockstep.engine.planning import default_plan_folder, tune_recipe
         from lockstep.engine.run import explain_failures
+        from lockstep.engine.template import Template
         from lockstep.plan.folder import read_profile
         from lockstep.report.display import progress
 
@@ -150,14 +162,15 @@ def tune(
     _, wanted = read.load_recipe(target, settings or [])
     membership = read_membership(os.environ)
     if membership is None:
-        num_ranks = choose_num_ranks(ranks)
-        if num_ranks == 1 and not has_gpu():
-            raise LockstepError("One rank without a GPU has nothing to choose; ask for more with --ranks.")
-        check_shares(wanted, num_ranks)
-        open_sources(wanted.data, progress("Rendering images", console))
-        if num_ranks > 1:
-            arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
-            raise typer.Exit(launch_ranks(num_ranks, arguments))
+        with Template(main) as template:
+            _, num_ranks = choose_num_ranks(ranks)
+            if num_ranks == 1 and not has_gpu():
+                raise LockstepError("One rank without a GPU has nothing to choose; ask for more with --ranks.")
+            check_shares(wanted, num_ranks)
+            open_sources(wanted.data, progress("Rendering images", console))
+            if num_ranks > 1:
+                arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
+                raise typer.Exit(launch_ranks(template, (num_ranks, num_ranks), arguments))
     with (
         join_world(membership, backend=wanted.comm.backend, timeout_s=wanted.comm.timeout_s) as world,
         explain_failures(world),

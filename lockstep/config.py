@@ -379,6 +379,12 @@ class TrainConfig(Section):
         default=Duration(1, "ep"), description='between checkpoints; "0st": only at the end'
     )
     keep_checkpoints: int = Field(default=2, ge=1, le=1 << 20, description="how many of the last checkpoints stay")
+    snapshot_share: float = Field(
+        default=0.01,
+        ge=0,
+        le=0.5,
+        description="share of the time that snapshots in memory may take, where ranks can be started again; 0: none",
+    )
     log_every: int = Field(default=10, ge=1, le=MOST, description="steps between step records")
     own_kernels: Literal["auto", "on", "off"] = Field(
         default="auto",

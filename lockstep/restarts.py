@@ -19,6 +19,12 @@ def count_restarts(environment: Mapping[str, str]) -> int:
     return max((int(count) for count in counts if count.isascii() and count.isdigit()), default=0)
 
 
+def can_restart(environment: Mapping[str, str]) -> bool:
+    """Whether an agent would start this rank again on the same node."""
+    most = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return most.isascii() and most.isdigit() and int(most) > 0
+
+
 def leave_outcome(status: int, environment: Mapping[str, str]) -> int:
     """The exit status of a rank that ends for good: 0 where an agent would start it again; the launcher is told it."""
     file = environment.get(OUTCOME)

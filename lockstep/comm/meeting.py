@@ -101,7 +101,12 @@ def is_kept_by_launcher() -> bool:
 
 
 def separate_attempt(store: Store) -> Store:
-    """The part of a store that belongs to this start of the ranks: a launcher's outlives a restart."""
+    """The part of a store that belongs to this start of the ranks: a launcher's outlives a restart.
+
+    Rank 0's own does not, and there the count would keep ranks apart: a node that has come later counts anew.
+    """
+    if not is_kept_by_launcher():
+        return store
     return PrefixStore(f"lockstep/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

@@ -30,21 +30,21 @@ def decode(data: bytes) -> Any:
         raise LockstepError(f"Another rank sent what is no value ({error}); start all ranks of one release.") from None
 
 
-def broadcast_bytes(data: bytes, device: torch.device, *, most: int = MAX_BYTES) -> bytes:
-    """Rank 0's bytes, on every rank; more than `most` is a sentence on all of them."""
+def broadcast_bytes(data: bytes, device: torch.device, source: int = 0, *, most: int = MAX_BYTES) -> bytes:
+    """One rank's bytes, on every rank; more than `most` is a sentence on all of them."""
     count = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(count, src=0)
+    dist.broadcast(count, src=source)
     num_bytes = int(count.item())
     _check_count(num_bytes, most)
-    message = _to_tensor(data, device) if dist.get_rank() == 0 else _empty(num_bytes, device)
+    message = _to_tensor(data, device) if dist.get_rank() == source else _empty(num_bytes, device)
     if num_bytes:
-        dist.broadcast(message, src=0)
-    return data if dist.get_rank() == 0 else message.cpu().numpy().tobytes()
+        dist.broadcast(message, src=source)
+    return data if dist.get_rank() == source else message.cpu().numpy().tobytes()
 
 
-def broadcast_value(value: Any, device: torch.device) -> Any:
-    """Rank 0's value, on every rank."""
-    return decode(broadcast_bytes(encode(value) if dist.get_rank() == 0 else b"", device))
+def broadcast_value(value: Any, device: torch.device, source: int = 0) -> Any:
+    """One rank's value, on every rank."""
+    return decode(broadcast_bytes(encode(value) if dist.get_rank() == source else b"", device, source))
 
 
 def gather_values(value: Any, device: torch.device) -> list[Any]:

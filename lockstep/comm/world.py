@@ -68,20 +68,20 @@ class World:
         if self.size > 1:
             dist.barrier()
 
-    def broadcast_value(self, value: Any) -> Any:
-        """Rank 0's plain value, on every rank, as `values.py` sends it: tuples become lists, also in a world of one."""
+    def broadcast_value(self, value: Any, source: int = 0) -> Any:
+        """One rank's plain value on every rank, by `values.py`: tuples become lists, also in a world of one."""
         if self.size == 1:
             return values.decode(values.encode(value))
-        return values.broadcast_value(value, self._message_device())
+        return values.broadcast_value(value, self._message_device(), source)
 
     def broadcast_bytes(self, data: bytes, *, most: int = values.MAX_BYTES) -> bytes:
         """Rank 0's bytes, on every rank."""
         return data if self.size == 1 else values.broadcast_bytes(data, self._message_device(), most=most)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` on every rank with rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` on every rank with that of one."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=source)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` summed over all ranks, in place; integers wrap modulo 2**64, as the ledger needs."""

@@ -1,41 +1,51 @@
-"""Start one rank per GPU, or as many as asked for on the CPU, through torchrun's own launcher.
+"""Start one rank per GPU, or as many as asked for on the CPU, under torch's elastic agent.
 
 All of such a run is on one machine, and all its sockets listen on the loopback (`rendezvous.py`, `comm/meeting.py`).
 """
 
 import logging
 import os
+import re
 import signal
-import sys
 import tempfile
 import uuid
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from lockstep.comm.meeting import LOOPBACK, stay_on_loopback
+from lockstep.comm.meeting import stay_on_loopback
 from lockstep.comm.seal import SECRET, make_secret
-from lockstep.engine.rendezvous import register_rendezvous
-from lockstep.engine.stopped import end_stopped_ranks
+from lockstep.engine.agent import Agent, Start, describe_end
+from lockstep.engine.places import Places
+from lockstep.engine.rendezvous import LoopbackRendezvous
+from lockstep.engine.template import Template
 from lockstep.errors import LockstepError
 from lockstep.processes import LAUNCHER
 from lockstep.restarts import OUTCOME, read_outcome
 
-# An interrupted rank finishes its step and writes a checkpoint first; the launcher's own 30 s can cut that short.
-SHUTDOWN_TIMEOUT_S = 300
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+RANKS = re.compile(r"(-?\d{1,6})(?::(-?\d{1,6}))?")
 
 
-def choose_num_ranks(asked: int | None) -> int:
-    """`asked`, or one rank per GPU, or one on the CPU."""
-    if asked is not None:
-        if asked < 1:
-            raise LockstepError(f"--ranks {asked} is not possible; ask for 1 rank or more.")
-        return asked
-    return max(1, torch.cuda.device_count() if has_gpu() else 0)
+def choose_num_ranks(asked: str | None) -> tuple[int, int]:
+    """The least and the most ranks to train on: as `asked` ("4", or "2:8"), or one per GPU, or one on the CPU."""
+    if asked is None:
+        most = max(1, torch.cuda.device_count() if has_gpu() else 0)
+        return most, most
+    match = RANKS.fullmatch(asked)
+    if not match:
+        raise LockstepError(f"--ranks {asked[:40]} is not possible; ask for a number, or for a range such as 2:8.")
+    least, most = int(match[1]), int(match[2] or match[1])
+    if least < 1 or most < least:
+        raise LockstepError(f"--ranks {asked} is not possible; ask for 1 rank or more, the smaller number first.")
+    if match[2] and has_gpu():  # a range takes what there is
+        most = max(least, min(most, torch.cuda.device_count()))
+    return least, most
 
 
 def has_gpu() -> bool:
@@ -43,59 +53,86 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def launch_ranks(num_ranks: int, arguments: Sequence[str], restarts: int = 0) -> int:
-    """Run `lockstep ARGUMENTS` as `num_ranks` ranks on this node and return the exit status.
+def launch_ranks(template: Template, ranks: tuple[int, int], arguments: Sequence[str], restarts: int = 0) -> int:
+    """Run `lockstep ARGUMENTS` as ranks on this node, at least and at most so many, and return the exit status.
 
-    When a rank is lost, all are started again, at most `restarts` times, and go on from the last checkpoint. Ranks that
-    end of their own will, asked to stop or for a reason that would come again, leave word of it (`restarts.py`).
+    When a rank is lost, all are started again, at most `restarts` times, and go on from where they were. Ranks that end
+    of their own will, asked to stop or for a reason that would come again, leave word of it (`restarts.py`).
     """
     with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as outcome:
+        file = Path(outcome.name)
         if restarts:
             os.environ[OUTCOME] = outcome.name
-        return _launch(num_ranks, arguments, restarts) or read_outcome(Path(outcome.name))
+
+        def start(environment: Mapping[str, str]) -> int:
+            file.write_text("")  # whatever ranks have left there, they were told to start again
+            return template.start(arguments, environment)
+
+        return _launch(ranks, start, restarts) or read_outcome(file)
 
 
-def _launch(num_ranks: int, arguments: Sequence[str], restarts: int) -> int:
-    # Its warnings are about processes it closes because we asked it to.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+def _launch(ranks: tuple[int, int], start: Start, restarts: int) -> int:
+    # Its warnings are about ranks that it stops because we asked it to.
+    logging.getLogger(SimpleElasticAgent.__module__).setLevel(logging.CRITICAL)
     stay_on_loopback(os.environ)  # which the ranks inherit, and with it the run's secret
     os.environ[SECRET] = make_secret()
     os.environ[LAUNCHER] = str(os.getpid())
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=register_rendezvous(),
+    places = Places(*ranks, devices=_list_devices() if has_gpu() else ())
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=places.num_ranks,
+        rdzv_handler=LoopbackRendezvous(uuid.uuid4().hex, places),
+        entrypoint="lockstep",
         max_restarts=restarts,
-        monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write to our own output; no folders left in /tmp
-        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # passed on to the ranks
-        local_addr=LOOPBACK,
+        monitor_interval=0.05,
     )
-    with end_stopped_ranks(num_ranks) as ended:
-        try:
-            elastic_launch(config, sys.executable)("-m", "lockstep", *arguments)
-        except SignalException as stop:
-            return 128 + int(stop.sigval)
-        except ChildFailedError as failure:
-            return _explain(failure, ended)
+    agent = Agent(spec, start, places)
+    try:
+        with _raise_signals():
+            result = agent.run()
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    if result.is_failed():
+        rank, failure = next(iter(result.failures.items()))
+        return _explain(rank, failure.exitcode, was_stopped=failure.pid in agent.killed)
     return 0
 
 
-def _explain(failure: ChildFailedError, ended: Container[int]) -> int:
+def _explain(rank: int, code: int, *, was_stopped: bool) -> int:
     """A rank that failed has said why itself; one that was killed could not."""
-    rank, first = failure.get_first_failure()
-    if first.pid in ended:
+    if was_stopped:
         raise LockstepError(
             f"Rank {rank} was stopped while others ended, so it was killed; "
             "if the run was not finished, go on from the last checkpoint with --resume."
         )
-    if first.exitcode < 0:
-        name = signal.Signals(-first.exitcode).name
+    if code < 0:
         raise LockstepError(
-            f"Rank {rank} was killed by {name}, so the others were stopped; "
+            f"Rank {rank} {describe_end(code)}, so the others were stopped; "
             "go on from the last checkpoint with --resume."
         )
-    return int(first.exitcode)
+    return code
+
+
+def _list_devices() -> list[str]:
+    """The GPUs that ranks here see, by the names that CUDA_VISIBLE_DEVICES has for them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def _raise_signals() -> Iterator[None]:
+    """While inside, the first signal is an exception, by which the agent passes it on to the ranks and waits."""
+    has_come = False
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        nonlocal has_come
+        if not has_come:
+            has_come = True
+            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -5,15 +5,10 @@ machine could run commands as the run's user. One node that never changes needs 
 """
 
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.comm.meeting import LOOPBACK, keep_store, open_listener
+from lockstep.engine.places import Places
 
 NAME = "lockstep-loopback"
 TIMEOUT_S = 600.0
@@ -22,8 +17,9 @@ TIMEOUT_S = 600.0
 class LoopbackRendezvous(RendezvousHandler):
     """One node, one store that its ranks reach over the loopback."""
 
-    def __init__(self, run_id: str) -> None:
+    def __init__(self, run_id: str, places: Places) -> None:
         self._run_id = run_id
+        self._places = places
         listener = open_listener(LOOPBACK, 0)
         self._port = int(listener.getsockname()[1])
         self._ranks_store = keep_store(listener, 1, TIMEOUT_S, waits=False)
@@ -49,17 +45,8 @@ class LoopbackRendezvous(RendezvousHandler):
         pass
 
     def num_nodes_waiting(self) -> int:
-        return 0
+        """A place that is to be tried again is to the agent as a node that has come: all ranks start anew with it."""
+        return int(self._places.is_waiting)
 
     def shutdown(self) -> bool:
         return True
-
-
-def _build(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
-
-
-def register_rendezvous() -> str:
-    """Make it known to torchrun's launcher; returns the name to ask for it by."""
-    rendezvous_handler_registry.register(NAME, _build)
-    return NAME

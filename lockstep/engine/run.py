@@ -1,6 +1,7 @@
 """One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
 
 import contextlib
+import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
 from lockstep.files import write_whole
 from lockstep.processes import end_on_second
@@ -51,6 +52,9 @@ def run_rank(
         ExitStack() as held,
     ):
         folder = Path(world.broadcast_value(str(folder)))
+        check_alike(config, world)
+        # A node that has joined a run that goes on does not know of it; one rank that does is enough.
+        resume = bool(world.maximum(torch.tensor([int(resume)])).item())
         held.enter_context(own_folder(folder, world))
         if world.is_first and not resume:
             prepare_folder(folder)
@@ -59,7 +63,8 @@ def run_rank(
         parts = build_parts(config, world, sources)
         sink = open_sink(world, folder)
         try:
-            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop)
+            explain = partial(explain_failures, world)
+            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
                 trainer.resume()
                 if world.is_first:  # not before: overrides that do not fit must leave the run resumable
@@ -71,6 +76,17 @@ def run_rank(
             sink.close()
             if parts.hybrid:
                 parts.hybrid.close()
+
+
+def check_alike(config: RunConfig, world: World) -> None:
+    """Refuse ranks that were started with other settings: they would wait for each other, or train on nonsense."""
+    own = hashlib.sha256(to_toml(config).encode()).hexdigest()
+    differs = own != world.broadcast_value(own)
+    ranks = [rank for rank, differs in enumerate(world.gather_values(differs)) if differs]
+    if ranks:
+        raise SharedError(
+            f"Rank {ranks[0]} was started with other settings than rank 0; start all ranks with the same command."
+        )
 
 
 def prepare_folder(folder: Path) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts
-from lockstep.engine.checkpoint import Saved, list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.counters import check_counters
 from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
 from lockstep.errors import LockstepError, SharedError
@@ -128,22 +128,30 @@ def save_state(
     keep: int,
     drop_later: bool = False,
 ) -> Saved | None:
-    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
+    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
+    with gathered_state(folder, state, parts, world, order) as (files, counters):
+        if not world.is_first:
+            return None
+        return save_checkpoint(folder, state.step, files, counters, keep=keep, drop_later=drop_later)
+
+
+@contextmanager
+def gathered_state(
+    disk: Path, state: State, parts: Parts, world: World, order: Mapping[str, Any]
+) -> Iterator[tuple[Files, dict[str, Any]]]:
+    """What a checkpoint holds, on every rank, to be written while inside.
 
     `order` is what the data order depends on: seed, number of samples, global batch and the data's fingerprint. Arrays
-    that are not finite are a SharedError.
+    that are not finite are a SharedError, which names the last good checkpoint on `disk`.
     """
     ledger = sum_ledger(state.ledger, world)
     ranks = gather_statistics(parts.model, world)
     with averaged_statistics(parts.model, world):
-        refuse_infinite(folder, state.step, parts, world)
-        if not world.is_first:
-            return None
+        refuse_infinite(disk, state.step, parts, world)
         files = _collect_tensors(parts)
         if world.size > 1 and ranks.numel():
             files["statistics"] = {RANKS: ranks}
-        counters = _collect_counters(state, ledger, parts, world, order)
-        return save_checkpoint(folder, state.step, files, counters, keep=keep, drop_later=drop_later)
+        yield files, _collect_counters(state, ledger, parts, world, order)
 
 
 def _collect_counters(
@@ -162,30 +170,35 @@ def _collect_counters(
 
 
 def load_state(
-    folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
+    folder: Path,
+    parts: Parts,
+    world: World,
+    order: Mapping[str, Any],
+    warn: Callable[[str], None],
+    source: int = 0,
 ) -> tuple[State, Written]:
     """Go on from the last good checkpoint; also returns who wrote it.
 
     With another global batch the run keeps its place in the data, and the step is the one that starts there in such
-    batches (`step_at`). Rank 0 reads, the others receive, so that only one needs the disk and all agree on which
-    checkpoint it is.
+    batches (`step_at`). Rank `source` reads, the others receive, so that only one needs the folder and all agree on
+    which checkpoint it is.
     """
     counters: dict[str, Any] = {}
     failure, ranks = "", None
-    if world.is_first:
+    if world.rank == source:
         try:
             counters, ranks = _read_newest(folder, parts, world, order, warn)
         except LockstepError as error:
             failure = str(error)
-    failure = world.broadcast_value(failure)
+    failure = world.broadcast_value(failure, source)
     if failure:
         raise SharedError(failure)
-    counters = world.broadcast_value(counters)
+    counters = world.broadcast_value(counters, source)
     changing = list_changing(parts)
     for array in (*changing.over_layout.values(), *changing.statistics.values()):
-        world.broadcast(array)
+        world.broadcast(array, source)
     if counters["has_ranks"]:
-        _share_ranks(parts, world, ranks)
+        _share_ranks(parts, world, ranks, source)
     refresh(parts)
     parts.rule.step_count = counters["rule_steps"]
     # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
@@ -236,11 +249,11 @@ def _find_ranks(parts: Parts, world: World, files: dict[str, dict[str, Tensor]])
     return ranks if ranks is not None and tuple(ranks.shape) == expected else None
 
 
-def _share_ranks(parts: Parts, world: World, ranks: Tensor | None) -> None:
-    """Give every rank its row of what rank 0 has read."""
+def _share_ranks(parts: Parts, world: World, ranks: Tensor | None, source: int) -> None:
+    """Give every rank its row of what rank `source` has read."""
     own = flatten_statistics(parts.model)
     rows = own.new_zeros(world.size, own.numel()) if ranks is None else ranks.to(own)
-    world.broadcast(rows)
+    world.broadcast(rows, source)
     fill_statistics(parts.model, rows[world.rank])
 
 

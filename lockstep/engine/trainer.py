@@ -5,6 +5,8 @@ import math
 import platform
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +23,13 @@ from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.account import Account
 from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
-from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
-from lockstep.engine.state import State, load_state, save_state, sum_ledger
+from lockstep.engine.resume import take_up
+from lockstep.engine.snapshot import Snapshots
+from lockstep.engine.state import State, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import (
@@ -70,6 +73,7 @@ class Trainer:
         folder: Path,
         sink: Sink,
         stop: StopRequest,
+        explain: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.config = config
         self.name = name
@@ -79,6 +83,7 @@ class Trainer:
         self.folder = folder
         self.sink = sink
         self.stop = stop
+        self.explain = explain  # a context that turns what the engines below raise into a sentence
         self.steps_per_epoch, self.total_steps = count_steps(config, sources.train.num_samples)
         self.state = State()
         self.account = Account()
@@ -87,6 +92,7 @@ class Trainer:
         self.is_compared = False  # whether the step at hand carries the checksums of all ranks' weights
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.input = InputReport(world, sink)
+        self.snapshots = Snapshots(folder, world, config.train.snapshot_share)
         self.unsaved = ""  # why the last checkpoint could not be written
         self.is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
 
@@ -94,10 +100,12 @@ class Trainer:
         """Train to the end or until asked to stop; either way the last step taken is on disk."""
         start = time.time()
         self._say_started(start)
+        self.snapshots.begin(self.state.step)
         try:
             chosen = self._choose_plan()
             step = self._apply(chosen.plan)
             with (
+                self.explain(),
                 build_train_pipeline(
                     self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input
                 ) as pipeline,
@@ -108,8 +116,11 @@ class Trainer:
                 self._keep_rate(pipeline, chosen)
         except BaseException as error:
             self._say_ended("failed", start, reason=str(error))
+            if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
+                self.snapshots.clear()
             raise
         self._say_ended(status, start)
+        self.snapshots.clear()
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
         if self.unsaved:
             raise LockstepError(self.unsaved)
@@ -200,9 +211,9 @@ class Trainer:
 
     @cached_property
     def _order(self) -> dict[str, Any]:
-        """What the data order depends on, and what tells the data from others."""
+        """What the data order depends on, and what tells the data from others; first asked for by all ranks at once."""
         train, source = self.config.train, self.sources.train
-        fingerprint = source.fingerprint() if self.world.is_first else {}  # rank 0 alone compares
+        fingerprint = self.world.broadcast_value(source.fingerprint() if self.world.is_first else {})
         counts = {"num_samples": source.num_samples, "global_batch": train.global_batch}
         return {"seed": train.seed, **counts, "data": fingerprint}
 
@@ -233,6 +244,10 @@ class Trainer:
             self._evaluate()
         if self._is_last or stopping or self._is_due(train.checkpoint_every.steps(self.steps_per_epoch)):
             self._save()
+        elif self.snapshots.is_due(self.state.step):
+            disk = self.folder / "checkpoints"
+            if failure := self.snapshots.take(disk, self.state, self.parts, self.world, self._order):
+                self._warn(f"{failure}; ranks that start again go on from the last checkpoint on disk.")
 
     def _log(self, lr: float) -> None:
         """Close the window of steps since the last record and report it."""
@@ -340,19 +355,20 @@ class Trainer:
             )
 
     def resume(self) -> None:
-        """Take up the last good checkpoint, or begin if the run ended before its first; to be called before `run`."""
-        folder = self.folder / "checkpoints"
-        if not self.world.broadcast_value(bool(self.world.is_first and list_checkpoints(folder))):
+        """Take up the newest good state, or begin if the run ended before its first; to be called before `run`."""
+        disk = self.folder / "checkpoints"
+        taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
+        if taken_up is None:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
             return
-        self.state, written = load_state(folder, self.parts, self.world, self._order, self._warn)
+        self.state, written = taken_up.state, taken_up.written
         if self._is_last:
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
                 "--set train.duration=… with a longer one."
             )
         ranks = f"{self.world.size} rank{'s' if self.world.size > 1 else ''}"
-        self._inform(f"Going on from step {written.step} on {ranks}; {written.world_size} wrote the checkpoint.")
+        self._inform(f"Going on from step {written.step} on {ranks}; {written.world_size} wrote {taken_up.where}.")
         self.is_renumbered = self.state.step != written.step
         if self.is_renumbered:
             place = f"epoch {self.state.cursor.epoch + 1}, sample {self.state.cursor.position + 1:,}"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.bench.shared_gpu import describe_rank
+from lockstep.engine import template
 from lockstep.events import Event, StepDone, read_events
 from tests.ranks import Backend
 
@@ -78,20 +79,21 @@ def run(*arguments: str, cwd: Path | None = None, **environment: str) -> tuple[i
 
 
 def list_children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`: the ranks of a launcher."""
+    """Processes whose parent is `pid`, but for the template: the ranks of a launcher."""
     children = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            name, rest = (folder / "stat").read_text().partition("(")[2].rsplit(")", 1)
         except OSError:
             continue
-        if int(fields[1]) == pid and fields[0] != "Z":
+        fields = rest.split()
+        if int(fields[1]) == pid and fields[0] != "Z" and name != template.NAME:
             children.append(int(folder.name))
     return children
 
 
 def kill_all(process: "subprocess.Popen[str]") -> None:
-    """SIGKILL to every rank and the launcher."""
+    """SIGKILL to every rank and the launcher, with which its template ends."""
     for pid in [*list_children(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -104,12 +106,12 @@ def events(folder: Path) -> list[Event]:
 
 
 def read_rank(pid: int) -> str:
-    """The rank that a process was started as; empty for one that has none, or is not yet the program it will be."""
+    """The rank that a process is, by its name; empty for one that is none, or is not yet the program it will be."""
     try:
-        variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-    return next((variable.removeprefix("RANK=") for variable in variables if variable.startswith("RANK=")), "")
+    return name.removeprefix("lockstep:") if name.startswith("lockstep:") else ""
 
 
 def find_ranks(process: "subprocess.Popen[str]", count: int) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Ranks started by our launcher, by torchrun and as Slurm would: real processes that meet in one world."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import torch
 from lockstep.bench.shared_gpu import describe_rank
 from lockstep.engine.launch import choose_num_ranks
 from lockstep.errors import LockstepError
-from lockstep.events import RunEnded, RunStarted
+from lockstep.events import EpochDone, RunEnded, RunStarted
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
 from tests.ranks import Backend, find_port, over_nccl
@@ -51,23 +52,37 @@ def check_one_run_of_two_ranks(folder: Path) -> None:
 
 
 def test_as_many_ranks_as_asked_for() -> None:
-    assert choose_num_ranks(3) == 3
+    assert choose_num_ranks("3") == (3, 3)
+
+
+def test_a_range_is_all_of_it_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_num_ranks("2:8") == (2, 8)
+
+
+@pytest.mark.parametrize(("num_gpus", "expected"), [(16, (2, 8)), (5, (2, 5)), (1, (2, 2))])
+def test_a_range_is_as_many_as_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert choose_num_ranks("2:8") == expected
 
 
 def test_one_rank_on_a_cpu_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert choose_num_ranks(None) == 1
+    assert choose_num_ranks(None) == (1, 1)
 
 
 def test_one_rank_per_gpu_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert choose_num_ranks(None) == 4
+    assert choose_num_ranks(None) == (4, 4)
 
 
-@pytest.mark.parametrize("asked", [0, -2])
-def test_no_ranks_at_all_is_a_sentence(asked: int) -> None:
-    with pytest.raises(LockstepError, match=f"--ranks {asked}"):
+@pytest.mark.parametrize("asked", ["0", "-2", "8:2", "0:4", "two", "2:", "1:2:3", "", "9" * 5000])
+def test_a_number_of_ranks_that_cannot_be_is_a_sentence(asked: str) -> None:
+    with pytest.raises(LockstepError, match=f"--ranks {asked[:40]}"):
         choose_num_ranks(asked)
 
 
@@ -188,3 +203,69 @@ def test_what_would_fail_again_is_not_tried_again(images: Path, tmp_path: Path) 
     assert status == 1
     assert err.count("lockstep: ") == 1
     assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
+
+
+def start_node(name: str, port: int, arguments: list[str]) -> "subprocess.Popen[str]":
+    """torchrun's agent as on a node of its own, with one rank; node "a" is where they meet."""
+    rendezvous = f"last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4,is_host={int(name == 'a')}"
+    elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9", "--monitor-interval=0.1", "--rdzv-id=test"]
+    place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *elastic,
+            *place,
+            f"--rdzv-conf={rendezvous}",
+            "-m",
+            "lockstep",
+            *arguments,
+        ],
+        env=os.environ
+        # Otherwise torch lets a newcomer wait in vain for the address of a store that the others know already.
+        | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "LOCKSTEP_NODE": name, "PYTHONPATH": str(commands.ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_a_node_that_leaves_is_done_without_and_taken_in_again_when_it_comes_back(images: Path, tmp_path: Path) -> None:
+    """The second of two nodes is killed with its rank, and started again later."""
+    folder, port = tmp_path / "run", find_port()
+    endless = arguments(images, "train.duration=9000ep", "comm.timeout_s=30", "train.eval_every=0st")
+
+    def list_epochs() -> list[EpochDone]:
+        return [event for event in commands.events(folder) if isinstance(event, EpochDone)]
+
+    def wait_for_starts(*sizes: int) -> None:
+        def has_begun() -> bool:
+            starts = [event for event in commands.events(folder) if isinstance(event, RunStarted)]
+            return [start.world_size for start in starts] == list(sizes)
+
+        commands.wait_until(has_begun, nodes[0])
+        num_epochs = len(list_epochs())
+        commands.wait_until(lambda: len(list_epochs()) > num_epochs + 1, nodes[0])
+
+    nodes = [start_node(name, port, [*endless, f"--out={folder}"]) for name in "ab"]
+    try:
+        wait_for_starts(2)
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        nodes[1].communicate()
+        wait_for_starts(2, 1)
+        nodes[1] = start_node("b", port, [*endless, f"--out={folder}"])
+        wait_for_starts(2, 1, 2)
+        for node in nodes:
+            node.send_signal(signal.SIGTERM)
+        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.communicate()
+    assert "on 1 rank; 2 wrote" in outputs[0]
+    assert not any("lockstep/engine" in output for output in outputs), "a traceback"
+    assert all(event.ledger_ok for event in list_epochs())
+    assert {event.epoch for event in list_epochs()} == set(range(list_epochs()[-1].epoch + 1))

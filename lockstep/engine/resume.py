@@ -1,0 +1,53 @@
+"""Where a run goes on from: the newest good state that the disk or any node's memory holds (before step 1)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.comm.world import World
+from lockstep.engine.build import Parts
+from lockstep.engine.checkpoint import list_checkpoints
+from lockstep.engine.snapshot import Snapshots
+from lockstep.engine.state import State, Written, load_state
+from lockstep.errors import SharedError
+
+
+@dataclass(frozen=True)
+class TakenUp:
+    """Where a run stands, who wrote it down, and what it was written to."""
+
+    state: State
+    written: Written
+    where: str
+
+
+def take_up(
+    disk: Path,
+    snapshots: Snapshots,
+    parts: Parts,
+    world: World,
+    order: Mapping[str, Any],
+    warn: Callable[[str], None],
+) -> TakenUp | None:
+    """Fill the parts from the newest state there is; None if there is none. Every rank must call it.
+
+    Rank 0 looks on the disk, one rank of each node into its memory. What is in memory was written by ranks that are
+    gone, so it is read like any file: if it is damaged, the disk has the word.
+    """
+    on_disk = [path.name for path in list_checkpoints(disk)[:1]] if world.is_first else []
+    found = world.gather_values([int(on_disk[0].rpartition("-")[2]) if on_disk else -1, snapshots.find_newest()])
+    disk_step = found[0][0]
+    in_memory = [step for _, step in found]
+    if max(in_memory) > disk_step:
+        holder = in_memory.index(max(in_memory))
+        try:
+            state, written = load_state(snapshots.folder, parts, world, order, warn, source=holder)
+            return TakenUp(state, written, "a snapshot in memory")
+        except SharedError as error:
+            if world.is_first:
+                warn(f"The snapshot in memory is of no use: {error}")
+    if disk_step < 0:
+        return None
+    state, written = load_state(disk, parts, world, order, warn)
+    return TakenUp(state, written, "the checkpoint")

@@ -1,0 +1,235 @@
+"""State in the memory of a node: taken when due, private, gone in the end; what a run goes on from."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.data.order import Cursor, Ledger
+from lockstep.engine import snapshot
+from lockstep.engine.build import Parts
+from lockstep.engine.resume import TakenUp, take_up
+from lockstep.engine.snapshot import Snapshots, clear_memory, find_memory, is_private, make_private, sweep_memory
+from lockstep.engine.state import State, save_state
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+from tests.engine.test_state import ORDER, build_parts, collect, scramble
+from tests.ranks import world_of_one
+
+WORLD = world_of_one()
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine's shared memory, where ranks can be started again."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setattr(snapshot, "MEMORY", folder)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    return folder
+
+
+def open_snapshots(tmp_path: Path, share: float = 0.01) -> Snapshots:
+    snapshots = Snapshots(tmp_path / "run", WORLD, share)
+    snapshots.begin(0)
+    return snapshots
+
+
+def build_scrambled() -> Parts:
+    parts = build_parts(WORLD)
+    scramble(WORLD, parts)
+    return parts
+
+
+def state_at(step: int) -> State:
+    return State(step, Cursor(0, 0), Ledger())
+
+
+def take(snapshots: Snapshots, tmp_path: Path, step: int, parts: Parts | None = None) -> str:
+    return snapshots.take(tmp_path / "disk", state_at(step), parts or build_scrambled(), WORLD, ORDER)
+
+
+def go_on(snapshots: Snapshots, tmp_path: Path, parts: Parts, warnings: list[str] | None = None) -> TakenUp | None:
+    said = warnings if warnings is not None else []
+    return take_up(tmp_path / "disk", snapshots, parts, WORLD, ORDER, said.append)
+
+
+def test_what_was_taken_is_what_a_new_rank_goes_on_from(tmp_path: Path) -> None:
+    parts = build_scrambled()
+    assert take(open_snapshots(tmp_path), tmp_path, 7, parts) == ""
+    snapshots, fresh = Snapshots(tmp_path / "run", WORLD, 0.01), build_parts(WORLD)
+    assert snapshots.find_newest() == 7
+    taken_up = go_on(snapshots, tmp_path, fresh)
+    assert taken_up is not None
+    assert (taken_up.state.step, taken_up.where) == (7, "a snapshot in memory")
+    mine, theirs = collect(fresh), collect(parts)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("disk", "where"), [(6, "a snapshot in memory"), (7, "the checkpoint"), (8, "the checkpoint")])
+def test_the_newest_counts_and_the_disk_if_both_are(tmp_path: Path, disk: int, where: str) -> None:
+    snapshots, parts = open_snapshots(tmp_path), build_scrambled()
+    take(snapshots, tmp_path, 7)
+    save_state(tmp_path / "disk", state_at(disk), parts, WORLD, ORDER, keep=2)
+    taken_up = go_on(snapshots, tmp_path, parts)
+    assert taken_up is not None
+    assert (taken_up.state.step, taken_up.where) == (max(disk, 7), where)
+
+
+def test_damaged_memory_is_passed_over(tmp_path: Path) -> None:
+    snapshots, parts = open_snapshots(tmp_path), build_scrambled()
+    take(snapshots, tmp_path, 9)
+    save_state(tmp_path / "disk", state_at(4), parts, WORLD, ORDER, keep=2)
+    (file,) = snapshots.folder.glob("step-*/model.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    warnings: list[str] = []
+    taken_up = go_on(snapshots, tmp_path, parts, warnings)
+    assert taken_up is not None
+    assert taken_up.state.step == 4
+    assert any("does not match its hash" in text for text in warnings)
+
+
+def test_memory_of_other_data_is_passed_over(tmp_path: Path) -> None:
+    snapshots, parts = open_snapshots(tmp_path), build_scrambled()
+    take(snapshots, tmp_path, 9)
+    warnings: list[str] = []
+    other = ORDER | {"seed": 6}
+    assert take_up(tmp_path / "disk", snapshots, parts, WORLD, other, warnings.append) is None
+    assert any("seed = 5" in text for text in warnings)
+
+
+def test_nothing_anywhere_is_nothing(tmp_path: Path) -> None:
+    assert go_on(open_snapshots(tmp_path), tmp_path, build_parts(WORLD)) is None
+
+
+def test_only_the_newest_is_kept_also_when_steps_are_counted_anew(tmp_path: Path) -> None:
+    snapshots = open_snapshots(tmp_path)
+    for step in (3, 9, 5):
+        take(snapshots, tmp_path, step)
+    assert [path.name for path in snapshots.folder.iterdir()] == ["step-00000005"]
+
+
+def test_they_take_no_more_than_their_share_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a save of 0.2 s and steps of 0.01 s, a share of a tenth is one in 200 steps."""
+    now_s = 100.0
+    monkeypatch.setattr(snapshot.time, "perf_counter", lambda: now_s)
+    snapshots = open_snapshots(tmp_path, share=0.1)
+
+    def save(*_: object, **__: object) -> None:
+        nonlocal now_s
+        now_s += 0.2
+
+    monkeypatch.setattr(snapshot, "save_checkpoint", save)
+    assert snapshots.is_due(1)
+    now_s += 0.01
+    take(snapshots, tmp_path, 1)
+    assert not snapshots.is_due(200)
+    assert snapshots.is_due(202)
+    now_s += 2.0
+    take(snapshots, tmp_path, 201)
+    assert not snapshots.is_due(400)
+    assert snapshots.is_due(402)
+
+
+def test_none_are_taken_where_nobody_starts_ranks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert not open_snapshots(tmp_path).is_due(10**9)
+    monkeypatch.delenv("TORCHELASTIC_MAX_RESTARTS")
+    assert not open_snapshots(tmp_path).is_due(10**9)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert not open_snapshots(tmp_path, share=0.0).is_due(10**9)
+    assert open_snapshots(tmp_path).is_due(1)
+
+
+def test_memory_that_is_too_small_costs_the_snapshots_once_and_not_the_run(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "save_checkpoint", fail)
+    snapshots = open_snapshots(tmp_path)
+    assert "No space left on device" in take(snapshots, tmp_path, 1)
+    assert take(snapshots, tmp_path, 2) == ""
+    assert list(memory.iterdir()) == []
+
+
+def test_a_fresh_run_in_the_same_folder_clears_what_another_left(tmp_path: Path, memory: Path) -> None:
+    take(open_snapshots(tmp_path), tmp_path, 7)
+    assert list(memory.iterdir())
+    open_snapshots(tmp_path)
+    assert not list(memory.iterdir())
+
+
+def test_a_folder_that_others_can_write_to_is_neither_used_nor_read(tmp_path: Path, memory: Path) -> None:
+    snapshots = open_snapshots(tmp_path)
+    take(snapshots, tmp_path, 7)
+    snapshots.folder.chmod(0o770)
+    assert snapshots.find_newest() == -1
+    assert "somebody else" in take(snapshots, tmp_path, 8)
+    assert snapshots.folder.exists()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    link = find_memory(tmp_path / "other")
+    link.symlink_to(elsewhere)
+    assert not is_private(link)
+    with pytest.raises(OSError, match="somebody else"):
+        make_private(link)
+    clear_memory(link)
+    assert elsewhere.exists()
+
+
+def test_old_leftovers_are_swept_and_nothing_else(memory: Path, tmp_path: Path) -> None:
+    old, young = find_memory(tmp_path / "a"), find_memory(tmp_path / "b")
+    foreign = memory / "lockstep-999999-abc"
+    for folder in (old, young, foreign):
+        folder.mkdir(mode=0o700)
+    hours_ago = time.time() - 7200
+    for folder in (old, foreign):
+        os.utime(folder, (hours_ago, hours_ago))
+    sweep_memory()
+    assert sorted(memory.iterdir()) == sorted([young, foreign])
+
+
+def test_nodes_on_one_machine_have_each_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = find_memory(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_NODE", "b")
+    assert find_memory(tmp_path) != here
+
+
+def test_a_lost_rank_costs_a_few_steps_and_not_all_since_the_last_checkpoint(images: Path, tmp_path: Path) -> None:
+    """Real ranks, no checkpoint on disk before the end; the weights are those of a run that nobody disturbed."""
+    more = ["train.duration=10ep", "train.checkpoint_every=0st", "train.snapshot_share=0.5"]
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), *more]]
+    plain, folder = tmp_path / "plain", tmp_path / "run"
+    assert commands.run("train", "quickstart", "--ranks=2", f"--out={plain}", *settings)[0] == 0
+    process = commands.start("train", "quickstart", "--ranks=2", "--restarts=5", f"--out={folder}", *settings)
+    for step in (12, 30):
+        commands.wait_for_step(folder, step, process)
+        os.kill(commands.find_ranks(process, 2)["1" if step == 12 else "0"], signal.SIGKILL)
+        commands.wait_until(lambda step=step: _count_starts(folder) == (2 if step == 12 else 3), process)  # type: ignore[misc]
+    status, out, err = commands.finish(process)
+    assert status == 0, err
+    assert "Traceback" not in out + err
+    assert out.count("wrote a snapshot in memory") == 2
+    starts = [event["start_step"] for event in _read_log(folder) if event["kind"] == "RunStarted"]
+    assert starts[1] >= 6
+    assert starts[2] >= 24
+    ledgers = [event for event in _read_log(folder) if event["kind"] == "EpochDone"]
+    assert all(event["ledger_ok"] for event in ledgers)
+    mine, theirs = commands.last_weights(folder), commands.last_weights(plain)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    assert not Path("/dev/shm", find_memory(folder).name).exists()
+
+
+def _count_starts(folder: Path) -> int:
+    return sum(event["kind"] == "RunStarted" for event in _read_log(folder))
+
+
+def _read_log(folder: Path) -> list[dict[str, object]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]

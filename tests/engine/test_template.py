@@ -1,0 +1,158 @@
+"""Ranks that are forked: as clean as new programs, children of the launcher, gone with it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = """
+import json, os, signal, subprocess, sys, threading, time
+from lockstep.engine.template import Template
+from lockstep.processes import LAUNCHER, follow_launcher, name_process
+
+def main():
+    follow_launcher(os.environ)
+    name_process("lockstep:" + os.environ["RANK"])
+    kind = sys.argv[1]
+    if kind == "tell":
+        handlers = {name: signal.getsignal(getattr(signal, name)) is signal.SIG_DFL for name in ("SIGTERM", "SIGUSR1")}
+        told = {"parent": os.getppid(), "rank": os.environ["RANK"], "home": os.environ.get("HOME"), "argv": sys.argv,
+            "threads": threading.active_count(), "default": handlers, "blocked": len(signal.pthread_sigmask(0, []))}
+        print(json.dumps(told))
+    elif kind == "sleep":
+        print("sleeping", flush=True)
+        time.sleep(600)
+    elif kind == "fail":
+        raise ValueError("a defect")
+    elif kind == "exit":
+        sys.exit(int(sys.argv[2]))
+
+def start(template, *arguments, rank=0, **more):
+    environment = {"RANK": str(rank), LAUNCHER: str(os.getpid()), "PATH": os.environ["PATH"], **more}
+    return template.start(arguments, environment)
+
+def wait(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+
+
+def run(script: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", f"{LAUNCHER}\n{script}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+
+
+def finish(script: str) -> tuple[str, str]:
+    process = run(script)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_a_rank_is_a_child_of_the_launcher_with_its_own_environment_and_nothing_of_the_launchers() -> None:
+    out, _ = finish(
+        "with Template(main) as t:\n"
+        " signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        " pids = [start(t, 'tell', 'me', rank=r) for r in range(3)]\n"
+        " print(json.dumps([os.getpid(), [wait(pid) for pid in pids]]))"
+    )
+    *ranks, (launcher, codes) = sorted(map(json.loads, out.splitlines()), key=lambda line: isinstance(line, list))
+    told: list[dict[str, Any]] = sorted(ranks, key=lambda rank: rank["rank"])
+    assert codes == [0, 0, 0]
+    assert [rank["rank"] for rank in told] == ["0", "1", "2"]
+    for rank in told:
+        assert rank["parent"] == launcher
+        assert rank["home"] is None
+        assert rank["argv"] == ["lockstep", "tell", "me"]
+        assert rank["threads"] == 1
+        assert rank["default"] == {"SIGTERM": True, "SIGUSR1": True}
+        assert rank["blocked"] == 0
+
+
+def test_how_a_rank_ends_is_what_the_launcher_hears() -> None:
+    out, err = finish(
+        "with Template(main) as t:\n"
+        " print([wait(start(t, 'exit', str(code))) for code in (0, 1, 130)], wait(start(t, 'fail')))\n"
+        " pid = start(t, 'sleep')\n"
+        " os.kill(pid, signal.SIGKILL)\n"
+        " print(wait(pid))"
+    )
+    assert "[0, 1, 130] 1\n" in out
+    assert out.endswith("-9\n")
+    assert "ValueError: a defect" in err
+
+
+def test_a_signal_that_comes_before_a_rank_can_act_on_it_is_not_lost() -> None:
+    out, _ = finish(
+        "with Template(main) as t:\n"
+        " for _ in range(20):\n"
+        "  pid = start(t, 'sleep')\n"
+        "  os.kill(pid, signal.SIGTERM)\n"
+        "  assert wait(pid) == -signal.SIGTERM\n"
+        " print('all')"
+    )
+    assert out.endswith("all\n")
+
+
+def test_control_c_at_a_terminal_leaves_the_template_alone() -> None:
+    out, _ = finish(
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "with Template(main) as t:\n"
+        " os.killpg(0, signal.SIGINT)\n"
+        " print(wait(start(t, 'exit', '5')), t._line is not None)"
+    )
+    assert out == "5 True\n"
+
+
+def test_without_the_template_ranks_start_the_plain_way() -> None:
+    out, _ = finish(
+        "with Template(main) as t:\n"
+        " os.kill(t._process, signal.SIGKILL)\n"
+        " print(wait(start(t, '--version', PYTHONPATH=os.environ['PYTHONPATH'])))"
+    )
+    assert out.splitlines()[-1] == "0"
+    assert len(out.splitlines()) == 2, "the version, from a new interpreter"
+
+
+def test_ranks_and_template_end_with_a_killed_launcher() -> None:
+    process = run(
+        "t = Template(main)\n"
+        "pids = [t._process, *(start(t, 'sleep', rank=r) for r in range(2))]\n"
+        "print(json.dumps(pids), flush=True)\n"
+        "time.sleep(600)"
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(3)]
+    (pids,) = [json.loads(line) for line in lines if line.startswith("[")]
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 10
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < end, "somebody outlives the launcher"
+        time.sleep(0.02)
+    process.communicate()
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_the_signal_numbers_are_those_that_launchers_send() -> None:
+    from lockstep.engine.launch import PASSED_ON
+    from lockstep.engine.template import SIGNALS
+
+    assert set(PASSED_ON) <= set(SIGNALS)
+    assert signal.SIGINT in SIGNALS
