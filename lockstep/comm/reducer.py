@@ -182,6 +182,12 @@ class Reducer:
         self._start_over(landed=False)
         self.side.zero_()
 
+    def count_from(self, step: int) -> None:
+        """So many steps have been taken: what is said of a lost rank names the step by the run's own number."""
+        self._step = step
+        if self._pulse is not None:
+            self._pulse.note(step + 1, 0)
+
     def _start_over(self, *, landed: bool) -> None:
         self._step += 1
         self._landed = [landed] * len(self._slots)

@@ -174,6 +174,7 @@ class Trainer:
         state, parts, clock = self.state, self.parts, self.parts.clock
         if parts.loss_scale:
             self.doctor = Doctor(parts.layout, parts.loss_scale)
+        parts.reducer.count_from(state.step)
         clock.take()
         while not self._is_last:
             batch = next(pipeline)

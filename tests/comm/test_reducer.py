@@ -270,6 +270,19 @@ def reduce_votes(world: World) -> tuple[None, float]:
     return None, reducer.side[0].item()
 
 
+def test_a_run_that_goes_on_names_its_steps_by_its_own_numbers() -> None:
+    """Trials and earlier parts of a run do not count: the sentence on a lost rank is read beside the run's log."""
+    reducer, _ = build_alone(build_network())
+    notes: list[tuple[int, int]] = []
+    reducer._pulse = SimpleNamespace(note=lambda *sent: notes.append(sent))  # type: ignore[assignment]
+    for _ in range(5):
+        reducer.begin()
+    reducer.count_from(88)
+    reducer.begin()
+    assert reducer._step == 89
+    assert notes == [(89, 0)]
+
+
 class Sending(Pending):
     """Work on a device that is done when the test says so."""
 
