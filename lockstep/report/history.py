@@ -162,14 +162,14 @@ def measure_spent(part: Sequence[Event]) -> Spent:
     wall_s = measure_wall_s(list(part))
     evaluation = sum(event.seconds for event in part if isinstance(event, Evaluated))
     checkpoint = sum(event.seconds for event in part if isinstance(event, CheckpointSaved))
-    startup = 0.0
+    startup = _measure_startup(part)
     if ended:
         compute, communication, waited = (
             share * ended.train_s for share in (ended.share_compute, ended.share_comm, ended.share_input)
         )
         # Runs of earlier versions did not tell these; their records of each still do.
         evaluation, checkpoint = ended.evaluate_s or evaluation, ended.checkpoint_s or checkpoint
-        startup = ended.startup_s
+        startup = ended.startup_s or startup
     else:
         compute = communication = waited = 0.0
         assert isinstance(part[0], RunStarted)
@@ -180,8 +180,18 @@ def measure_spent(part: Sequence[Event]) -> Spent:
                 compute += steps * event.compute_s
                 communication += steps * event.comm_s
                 waited += steps * event.input_s
-    named = [max(0.0, number(value) or 0.0) for value in (compute, communication, waited, evaluation, checkpoint, startup)]
+    named = [
+        max(0.0, number(value) or 0.0) for value in (compute, communication, waited, evaluation, checkpoint, startup)
+    ]
     return Spent(*named, other=max(0.0, (number(wall_s) or 0.0) - sum(named)))
+
+
+def _measure_startup(part: Sequence[Event]) -> float:
+    """From a part's start to its first step, by the first record of steps."""
+    start, first = part[0], next((event for event in part if isinstance(event, StepDone)), None)
+    if first is None or not isinstance(start, RunStarted):
+        return 0.0
+    return first.time_s - start.time_s - max(0, first.step - start.start_step) * first.step_s
 
 
 def number(value: object) -> float | None:

@@ -91,16 +91,22 @@ def make_run(
         if step == first + log_every * 4:
             events += [_make_timeline(rank, step, now) for rank in range(world_size)]
         if step % per_epoch == 0:
-            events.append(EpochDone(time_s=now, epoch=step // per_epoch - 1, ledger=f"{step:016x}", ledger_ok=True, bad_samples=0))
+            events.append(
+                EpochDone(time_s=now, epoch=step // per_epoch - 1, ledger=f"{step:016x}", ledger_ok=True, bad_samples=0)
+            )
             now += 1.4
             counts["evaluate"] += 1.4
             events.append(_make_evaluated(step, steps, per_epoch, now))
         if step % (4 * per_epoch) == 0:
             now += 0.7
             counts["checkpoint"] += 0.7
-            events.append(CheckpointSaved(time_s=now, step=step, path=f"checkpoints/step-{step}", bytes=204_800_000, seconds=0.7))
+            events.append(
+                CheckpointSaved(time_s=now, step=step, path=f"checkpoints/step-{step}", bytes=204_800_000, seconds=0.7)
+            )
     events.append(make_mistakes(steps, now, len(classes)))
-    events.append(Notice(time_s=now, level="warning", text="n01440764_10026.JPEG is truncated and is left out.", rank=1))
+    events.append(
+        Notice(time_s=now, level="warning", text="n01440764_10026.JPEG is truncated and is left out.", rank=1)
+    )
     if ends:
         train_s = (steps - first) * STEP_S
         events.append(
@@ -141,7 +147,14 @@ def _make_config() -> dict[str, Any]:
     return {
         "model": {"name": "resnet50", "width": 64},
         "data": {"source": "folder", "path": "/data/imagenette224", "image_size": 224},
-        "optim": {"name": "lars", "lr": 4.0, "momentum": 0.9, "weight_decay": 5e-5, "schedule": "poly", "warmup": "1ep"},
+        "optim": {
+            "name": "lars",
+            "lr": 4.0,
+            "momentum": 0.9,
+            "weight_decay": 5e-5,
+            "schedule": "poly",
+            "warmup": "1ep",
+        },
         "precision": {"compute": "fp16", "loss_scale": "dynamic"},
         "train": {"global_batch": BATCH, "duration": "12ep", "eval_every": "1ep", "checkpoint_every": "4ep", "seed": 0},
     }
@@ -149,7 +162,10 @@ def _make_config() -> dict[str, Any]:
 
 def _make_plan(time_s: float) -> PlanChosen:
     trials = []
-    for execution, base in (("own kernels, recorded as a CUDA graph", 0.098), ("PyTorch's kernels, launched one by one", 0.142)):
+    for execution, base in (
+        ("own kernels, recorded as a CUDA graph", 0.098),
+        ("PyTorch's kernels, launched one by one", 0.142),
+    ):
         for place, rule in enumerate(("merged", "two segments", "threshold", "PyTorch's own")):
             trials.append(
                 {

@@ -102,9 +102,7 @@ def place(spots: Sequence[Spot]) -> dict[str, list[float | None]]:
 
 def draw_marks(spots: Sequence[Spot], text: str) -> list[dict[str, Any]]:
     """Upright lines through a chart."""
-    return [
-        {"at": {axis: values[0] for axis, values in place([spot]).items()}, "text": text} for spot in spots
-    ]
+    return [{"at": {axis: values[0] for axis, values in place([spot]).items()}, "text": text} for spot in spots]
 
 
 def shorten(value: object, digits: int) -> float | None:

@@ -215,5 +215,3 @@ def _tell(head: str, told: Told, show: Callable[[float], str]) -> Numbers:
 
 def _sentence(parts: Sequence[str]) -> str:
     return f"{'; '.join(parts)}."
-
-

@@ -11,11 +11,9 @@ from lockstep.report.page.document import Section
 MOST_COLUMNS = 160
 MOST_LAYERS = 400
 
-MAPS = (
-    ("gradient_norms", "gradient-norms", "Gradient norms"),
-    ("trust_ratios", "trust-ratios", "Trust ratios"),
-    ("weight_norms", "weight-norms", "Weight norms"),
-)
+GRADIENTS = ("gradient_norms", "gradient-norms", "Gradient norms")
+MAPS = (GRADIENTS, ("trust_ratios", "trust-ratios", "Trust ratios"))  # a ratio is weight over gradient: two say all
+MAPS_WITHOUT_RATIOS = (GRADIENTS, ("weight_norms", "weight-norms", "Weight norms"))
 
 
 def tell_layers(history: History) -> Section | None:
@@ -24,11 +22,12 @@ def tell_layers(history: History) -> Section | None:
     layers = [str(layer) for layer in history.start.layers][:MOST_LAYERS]
     if not measured or not layers:
         return None
-    charts = [chart for field, name, title in MAPS if (chart := _draw_map(measured, layers, field, name, title))]
+    maps = MAPS if any(event.trust_ratios for _, event in measured) else MAPS_WITHOUT_RATIOS
+    charts = [chart for field, name, title in maps if (chart := _draw_map(measured, layers, field, name, title))]
     if not charts:
         return None
     lead = "One row for each layer, in the order in which gradients become ready: the last at the top. Colours are powers of ten."
-    return Section("layers", "Layer by layer", lead=lead, charts=charts, switch=False)
+    return Section("layers", "Layer by layer", lead=lead, charts=charts)
 
 
 def _draw_map(
@@ -39,7 +38,9 @@ def _draw_map(
     if not columns:
         return None
     # The layout is in backward order: turned round, so that the image's side is at the top.
-    rows = [[_log(values[place]) if place < len(values) else None for _, values in columns] for place in range(len(layers))]
+    rows = [
+        [_log(values[place]) if place < len(values) else None for _, values in columns] for place in range(len(layers))
+    ]
     known = sorted(value for row in rows for value in row if value is not None)
     if not known:
         return None
@@ -49,9 +50,7 @@ def _draw_map(
     smallest, largest = min(last, default=None), max(last, default=None)
     says = f"{title} of {len(layers)} layers at {len(columns)} steps"
     if smallest and largest:
-        says += (
-            f"; at the end from {10 ** smallest[0]:.2g} ({smallest[1]}) to {10 ** largest[0]:.2g} ({largest[1]})"
-        )
+        says += f"; at the end from {10 ** smallest[0]:.2g} ({smallest[1]}) to {10 ** largest[0]:.2g} ({largest[1]})"
     return Chart(
         name=name,
         title=title,
@@ -111,7 +110,9 @@ def _draw_bar(low: float, high: float) -> dict[str, Any]:
     step = -(-len(powers) // 6)
     return {
         "tickvals": powers[::step],
-        "ticktext": [f"10<sup>{power}</sup>" if power == int(power) else f"{10**power:.2g}" for power in powers[::step]],
+        "ticktext": [
+            f"10<sup>{power}</sup>" if power == int(power) else f"{10**power:.2g}" for power in powers[::step]
+        ],
         "thickness": 8,
         "outlinewidth": 0,
         "len": 0.9,

@@ -65,11 +65,13 @@ const lockstep = (() => {
       layout.xaxis.title = { ...line.title, text: axisTitles[axis] };
       layout.xaxis.hoverformat = axis === "step" ? ",d" : ".4~g";
       if (axis === "step") layout.xaxis.tickformat = "~s";
-      if (axis === "wall") {
-        let last = 1;
-        chart.traces.forEach((trace) => trace.at && trace.at.wall.forEach((x) => { if (x > last) last = x; }));
-        Object.assign(layout.xaxis, clockTicks(last));
-      }
+      let first = Infinity, last = -Infinity;
+      chart.traces.forEach((trace) => trace.at && trace.at[axis].forEach((x) => {
+        if (x !== null) { first = Math.min(first, x); last = Math.max(last, x); }
+      }));
+      if (axis === "wall") Object.assign(layout.xaxis, clockTicks(last));
+      const room = (last - first) * 0.02;
+      if (last > first && traces[0].type === "scatter") layout.xaxis.range = [first - room, last + room];
     }
     const lines = chart.marks.filter((mark) => mark.at[axis] !== null);
     layout.shapes = (named.shapes || []).concat(lines.map((mark) => ({ type: "line", yref: "paper", y0: 0, y1: 1,

@@ -111,7 +111,9 @@ def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         facts.append(("Top-1", percent(summary["top1"]), f"top-5 {percent(summary['top5'])}"))
     best = summary["best"]
     if best is not None:
-        facts.append(("Time to best accuracy", tell_time(best["wall_s"]), f"{percent(best['top1'])} at step {best['step']:,}"))
+        facts.append(
+            ("Time to best accuracy", tell_time(best["wall_s"]), f"{percent(best['top1'])} at step {best['step']:,}")
+        )
     facts.append(("Running time", tell_time(summary["wall_s"]), f"{summary['epochs']:.4g} epochs"))
     if summary["T"] is not None:
         facts.append(("Throughput", f"{count(summary['T'])}", "images/s"))
@@ -153,7 +155,11 @@ def tell_energy(history: History) -> Section | None:
         ("device hours", f"{hours:,.3g}"),
     ]
     missing = len(history.parts) - len(drawn)
-    lead = f"{plural(missing, 'part')} of this run did not tell, and {'is' if missing == 1 else 'are'} left out." if missing else ""
+    lead = (
+        f"{plural(missing, 'part')} of this run did not tell, and {'is' if missing == 1 else 'are'} left out."
+        if missing
+        else ""
+    )
     return Section("energy", "Energy", lead=lead, body=build_list(rows))
 
 
@@ -175,7 +181,9 @@ def tell_settings(history: History) -> Section | None:
     body = ""
     if changed:
         body = build_table(Numbers(["setting", "first", "now"], changed, caption="Changed by a resume"))
-    table = build_table(Numbers(["setting", "value"], [[name, value] for name, value in settings.items()]), name="settings")
+    table = build_table(
+        Numbers(["setting", "value"], [[name, value] for name, value in settings.items()]), name="settings"
+    )
     return Section("settings", "Configuration", body=f"{body}<details><summary>All settings</summary>{table}</details>")
 
 

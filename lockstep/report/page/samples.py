@@ -30,10 +30,12 @@ def tell_mistakes(history: History) -> Section | None:
     table = ""
     if confused:
         rows = [
-            [_name(history, true), _name(history, taken), f"{times:,}"] for true, taken, times in confused[:MOST_CONFUSIONS]
+            [_name(history, true), _name(history, taken), f"{times:,}"]
+            for true, taken, times in confused[:MOST_CONFUSIONS]
         ]
         table = build_table(Numbers(["class", "taken for", "how often"], rows, caption="The most frequent mistakes"))
-    return Section("mistakes", f"What it gets wrong, at step {found.step:,}", charts=charts, body=table + images)
+    lead = f"By the evaluation at step {found.step:,}."
+    return Section("mistakes", "What it gets wrong", lead=lead, charts=charts, body=table + images)
 
 
 def _read_confusion(found: MistakesFound) -> list[tuple[int, int, int]]:
@@ -64,7 +66,9 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
     ticks = {"tickvals": list(range(len(classes))), "ticktext": [_clip(name) for name in names], "showgrid": False}
     return Chart(
         name="confusion",
-        title="Confusion matrix" if len(classes) >= history.start.num_classes else "Confusion matrix, most confused classes",
+        title="Confusion matrix"
+        if len(classes) >= history.start.num_classes
+        else "Confusion matrix, most confused classes",
         says=f"{plural(total, 'mistake')}; the most frequent: {_name(history, true)} taken for "
         f"{_name(history, taken)}, {times:,} times.",
         traces=[

@@ -140,7 +140,9 @@ def _list_lanes(timeline: TimelineTaken) -> list[str]:
     return sorted(lanes, key=lambda lane: lane != "step")[:6]
 
 
-def _draw_spans(spans: list[tuple[int, dict[str, Any]]], heights: Mapping[tuple[int, str], int]) -> list[dict[str, Any]]:
+def _draw_spans(
+    spans: list[tuple[int, dict[str, Any]]], heights: Mapping[tuple[int, str], int]
+) -> list[dict[str, Any]]:
     traces: dict[str, dict[str, Any]] = {}
     for rank, span in spans:
         height = heights.get((rank, span["lane"]))
@@ -227,6 +229,7 @@ def tell_plan(history: History) -> Section | None:
         how = f"{plan.execution}; gradients in {plan.reduction}" if plan.reduction else plan.execution
         where = f"{plan.topology}{f' over {plan.backend}' if plan.backend else ''}"
         since = {"measured": "measured", "remembered": "remembered, once measured"}.get(plan.source)
+        how = how[:1].upper() + how[1:]
         sentences.append(f"{how} ({f'{since} in {plan.seconds:.1f} s on ' if since else 'on '}{where}).")
         trials = [read for trial in plan.trials if (read := _read_trial(trial))]
         timed = sorted((trial for trial in trials if trial["seconds"]), key=lambda trial: trial["seconds"])
