@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def compare_results(runs: Sequence[Run]) -> Numbers:
     steps = [_measure_step_ms(run.history) for run in runs]
     rows.append(["ms a step, median", *(NONE if value is None else f"{value:,.2f}" for value in steps)])
     for name, key in (("computing", "share_compute"), ("communication", "share_comm"), ("waiting", "share_input")):
-        rows.append(_row(f"{name}, of the time", summaries, lambda one, key=key: one[key], percent))
+        rows.append(_row(f"{name}, of the time", summaries, itemgetter(key), percent))
     energy = [_sum_energy(run.history) for run in runs]
     rows.append(["energy, kJ", *(NONE if value is None else count(value / 1e3) for value in energy)])
     shown = [row for row in rows if set(row[1:]) != {NONE}]

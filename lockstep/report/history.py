@@ -180,10 +180,11 @@ def measure_spent(part: Sequence[Event]) -> Spent:
                 compute += steps * event.compute_s
                 communication += steps * event.comm_s
                 waited += steps * event.input_s
-    named = [
-        max(0.0, number(value) or 0.0) for value in (compute, communication, waited, evaluation, checkpoint, startup)
-    ]
-    return Spent(*named, other=max(0.0, (number(wall_s) or 0.0) - sum(named)))
+    told = (compute, communication, waited, evaluation, checkpoint, startup)
+    compute, communication, waited, evaluation, checkpoint, startup = (max(0.0, number(value) or 0.0) for value in told)
+    other = (number(wall_s) or 0.0) - (compute + communication + waited)
+    other -= evaluation + checkpoint + startup
+    return Spent(compute, communication, waited, evaluation, checkpoint, startup, max(0.0, other))
 
 
 def _measure_startup(part: Sequence[Event]) -> float:

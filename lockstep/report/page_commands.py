@@ -72,11 +72,13 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --web; 0: any that is free.")] = 0,
 ) -> None:
     """Follow a run that goes on elsewhere, in this terminal or in a browser. Ctrl-C ends the watching, not the run."""
-    from lockstep.report.watch import watch_terminal, watch_web
-
     if port and not web:
         raise LockstepError("--port is for --web; add it, or leave the port out.")
     if web:
+        from lockstep.report.live import watch_web
+
         watch_web(run.expanduser(), port)
     else:
+        from lockstep.report.watch import watch_terminal
+
         watch_terminal(run.expanduser())

@@ -16,11 +16,12 @@ import pytest
 websocket = pytest.importorskip("websocket", reason="websocket-client is not installed")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-extensions --disable-dev-shm-usage --mute-audio "
-    "--disable-default-apps --remote-debugging-port=0 --remote-allow-origins=* --hide-scrollbars"
-).split()
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-extensions", "--mute-audio"),
+    *("--disable-dev-shm-usage", "--disable-default-apps", "--hide-scrollbars"),
+    *("--remote-debugging-port=0", "--remote-allow-origins=*"),
+]
 
 
 class Page:

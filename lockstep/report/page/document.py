@@ -46,6 +46,9 @@ class Document:
     data: Mapping[str, Any] = field(default_factory=dict)  # more for the script
     scripts: Sequence[str] = ("page.js",)
     connect: str = "'none'"  # from where the page may fetch
+    footer: str = (
+        "Made by Lockstep from the run's own records. Nothing in this page was fetched, and nothing leaves it."
+    )
 
 
 def escape(text: object) -> str:
@@ -90,7 +93,7 @@ def build_document(document: Document) -> str:
 <header>{document.header}</header>
 <noscript><p class="warning">The charts need JavaScript; every number is also in the tables.</p></noscript>
 <main id="content">{body}</main>
-<footer>Made by Lockstep from the run's own records. Nothing in this page was fetched, and nothing leaves it.</footer>
+<footer>{escape(document.footer)}</footer>
 <script type="application/json" id="data">{embed_json({"charts": charts, **document.data})}</script>
 <script type="text/plain" id="plotly">{plotly}</script>
 <script>{script}</script>

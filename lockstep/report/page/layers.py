@@ -26,7 +26,7 @@ def tell_layers(history: History) -> Section | None:
     charts = [chart for field, name, title in maps if (chart := _draw_map(measured, layers, field, name, title))]
     if not charts:
         return None
-    lead = "One row for each layer, in the order in which gradients become ready: the last at the top. Colours are powers of ten."
+    lead = "A row for each layer, in the order in which gradients become ready, the last at the top; powers of ten."
     return Section("layers", "Layer by layer", lead=lead, charts=charts)
 
 
@@ -106,7 +106,8 @@ def _short(layer: str) -> str:
 
 
 def _draw_bar(low: float, high: float) -> dict[str, Any]:
-    powers = [power for power in range(math.floor(low), math.ceil(high) + 1) if low <= power <= high] or [low, high]
+    whole = range(math.floor(low), math.ceil(high) + 1)
+    powers: list[float] = [power for power in whole if low <= power <= high] or [low, high]
     step = -(-len(powers) // 6)
     return {
         "tickvals": powers[::step],

@@ -102,7 +102,7 @@ const lockstep = (() => {
   // One chart at a time, so that the page answers meanwhile; a newer wish ends an older one.
   async function drawAll(charts) {
     const mine = ++turn;
-    for (const chart of charts || data.charts) {
+    for (const chart of charts) {
       if (mine !== turn) return;
       await draw(chart);
       await new Promise((next) => setTimeout(next));
@@ -129,14 +129,16 @@ const lockstep = (() => {
   try { chosen = localStorage.getItem("lockstep-theme"); } catch { /* as above */ }
   setTheme(chosen === "dark" || chosen === "light" ? chosen : system.matches ? "dark" : "light", false);
   const loaded = load();
-  const again = () => loaded.then(() => drawAll());
+  let charts = data.charts;
+  const again = () => loaded.then(() => drawAll(charts));
+  const show = (others) => { charts = others; return again(); };
   system.addEventListener("change", () => { setTheme(system.matches ? "dark" : "light", false); again(); });
   document.getElementById("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark", true); again(); });
-  document.querySelectorAll('input[name="axis"]').forEach((input) => input.addEventListener("change", () => {
-    axis = input.value;
-    document.querySelectorAll(`input[name="axis"][value="${axis}"]`).forEach((one) => { one.checked = true; });
-    again();
-  }));
+  const bind = () => document.querySelectorAll('input[name="axis"]').forEach((input) => {
+    input.checked = input.value === axis;
+    input.addEventListener("change", () => { axis = input.value; again(); });
+  });
+  bind();
   again();
-  return { data, again };
+  return { data, show, bind };
 })();

@@ -18,6 +18,7 @@ from lockstep.report.phrases import count, percent, plural
 
 REPORT_NAME = "report.html"
 JOULES_PER_KWH = 3.6e6
+LIVE = '<span class="live"></span>'
 
 
 def write_report(source: Path, target: Path | None = None) -> Path:
@@ -58,9 +59,12 @@ def build_report(events: Iterable[Event]) -> str:
     )
 
 
-def build_header(history: History) -> str:
+def build_header(history: History, *, is_live: bool = False) -> str:
     """What a reader wants to know first: what was trained, how well, how quickly."""
-    start, summary = history.start, history.summary
+    start, summary, ended = history.start, history.summary, history.ended
+    goes_on = is_live and ended is None
+    is_well = goes_on or (ended is not None and ended.status == "finished")
+    state = _describe_place(history) if goes_on else describe_state(history)
     facts = "".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="beside">{escape(beside)}</dd></div>'
         for name, value, beside in _list_facts(summary)
@@ -68,8 +72,8 @@ def build_header(history: History) -> str:
     return (
         f'<p class="kind">Lockstep · {escape(start.recipe)}</p><h1>{escape(start.run)}</h1>'
         f'<p class="what">{escape(describe_work(start))}</p>'
-        f'<p class="{"state" if history.ended and history.ended.status == "finished" else "state warning"}">'
-        f"{escape(describe_state(history))}</p>"
+        f'<p class="{"state" if is_well else "state warning"}">{LIVE if goes_on else ""}'
+        f"{escape(state)}</p>"
         f'<dl class="facts">{facts}</dl>{_build_equation(summary)}'
     )
 
@@ -80,8 +84,9 @@ def describe_work(start: RunStarted) -> str:
     source = _setting(start.config, "data", "path") or f"{_setting(start.config, 'data', 'source') or 'some'} images"
     batch = number(_setting(start.config, "train", "global_batch"))
     return (
-        f"{model}, {count(start.num_parameters / 1e6)} M parameters, on {source}: {start.num_train:,} samples to train on, "
-        f"{start.num_val:,} to validate, {plural(start.num_classes, 'class').replace('classs', 'classes')}. "
+        f"{model}, {count(start.num_parameters / 1e6)} M parameters, on {source}: "
+        f"{start.num_train:,} training samples, "
+        f"{start.num_val:,} validation samples, {start.num_classes:,} class{'' if start.num_classes == 1 else 'es'}. "
         f"{plural(start.world_size, 'rank')} ({start.device})"
         f"{f', global batch {batch:,.0f}' if batch else ''}."
     )
@@ -102,6 +107,13 @@ def describe_state(history: History) -> str:
     words = {"finished": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
     reason = f" {ended.reason}" if ended.reason else ""
     return f"{words.get(ended.status, ended.status)} {after}.{reason}{parts}"
+
+
+def _describe_place(history: History) -> str:
+    """How far a run is that still goes on."""
+    summary, total = history.summary, history.start.steps_total
+    done = f" ({percent(summary['steps'] / total)})" if total > 0 else ""
+    return f"Step {summary['steps']:,} of {total:,}{done}, after {tell_time(summary['wall_s'])}."
 
 
 def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -97,10 +97,13 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
 
 
 def _show_images(found: MistakesFound, history: History) -> str:
-    figures = []
-    for place, worst in enumerate(found.worst):
-        data = _read_jpeg(worst.get("jpeg")) if isinstance(worst, dict) else None
-        if data is None or len(figures) >= MOST_IMAGES:
+    figures: list[str] = []
+    told: list[object] = list(found.worst)
+    for place, worst in enumerate(told):
+        if not isinstance(worst, dict) or len(figures) >= MOST_IMAGES:
+            continue
+        data = _read_jpeg(worst.get("jpeg"))
+        if data is None:
             continue
         label_name, taken = (_name(history, worst.get(key)) for key in ("label", "predicted"))
         confidence = number(worst.get("confidence"))

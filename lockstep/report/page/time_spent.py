@@ -124,7 +124,8 @@ def tell_timeline(history: History) -> Section | None:
 def _read_spans(timeline: TimelineTaken) -> list[dict[str, Any]]:
     """The spans that are ones."""
     found = []
-    for span in timeline.spans:
+    told: list[object] = list(timeline.spans)
+    for span in told:
         if not isinstance(span, dict):
             continue
         start, end = number(span.get("start_s")), number(span.get("end_s"))
