@@ -149,19 +149,21 @@ def _sum_energy(history: History) -> float | None:
 def compare_rows(benchmarks: Sequence[Benchmark]) -> list[tuple[str, str, list[float | None]]]:
     """(row, quantity, its value in each file) for everything measured in at least two of the files."""
     found: dict[tuple[str, str], list[float | None]] = {}
+    counts: set[str] = set()  # quantities that are whole numbers, such as rounds: of interest where they differ
     for place, benchmark in enumerate(benchmarks):
         for position, row in enumerate(benchmark.rows):
             name = _identify(row, position)
             for quantity, value in row.items():
                 if quantity in IDENTITY or isinstance(value, bool) or (measured := number(value)) is None:
                     continue
+                counts |= {quantity} if isinstance(value, int) else set()
                 values = found.setdefault((name, quantity), [None] * len(benchmarks))
                 if values[place] is None:
                     values[place] = measured
     return [
         (name, quantity, values)
         for (name, quantity), values in found.items()
-        if sum(value is not None for value in values) > 1
+        if sum(value is not None for value in values) > 1 and not (quantity in counts and len(set(values)) == 1)
     ]
 
 

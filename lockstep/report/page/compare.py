@@ -57,14 +57,16 @@ def build_run_comparison(runs: Sequence[Run]) -> str:
     drawn = [chart for chart in charts if chart]
     settings = compare_settings(runs)
     sections = [
-        Section("results", "Results", body=build_table(compare_results(runs), name="results-table")),
+        Section("results", "Results", body=build_table(compare_results(runs), name="results-table", is_whole=True)),
         *([Section("curves", "Curves", charts=drawn, switch=True)] if drawn else []),
         Section("settings", "Settings that differ", body=build_table(settings))
         if settings
         else Section("settings", "Settings", lead="All settings are the same."),
     ]
     return build_document(
-        Document(title="Comparison – Lockstep", header=_build_header([run.name for run in runs]), sections=sections)
+        Document(
+            title="Comparison – Lockstep", header=_build_header("runs", [run.name for run in runs]), sections=sections
+        )
     )
 
 
@@ -108,7 +110,9 @@ def build_bench_comparison(benchmarks: Sequence[Benchmark]) -> str:
         Section("rows", "Everything measured", body=build_table(table, name="rows-table")),
     ]
     names = [benchmark.name for benchmark in benchmarks]
-    return build_document(Document(title="Comparison – Lockstep", header=_build_header(names), sections=sections))
+    return build_document(
+        Document(title="Comparison – Lockstep", header=_build_header("benchmarks", names), sections=sections)
+    )
 
 
 def _draw_bars(benchmarks: Sequence[Benchmark], quantity: str, rows: Sequence[tuple[str, list[float | None]]]) -> Chart:
@@ -159,6 +163,6 @@ def _wrap(name: str) -> str:
     return "<br>".join(label(one) for one in [*lines, line][:3])
 
 
-def _build_header(names: Sequence[str]) -> str:
+def _build_header(what: str, names: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(name)}</li>" for name in names)
-    return f'<p class="kind">Lockstep · comparison</p><h1>{len(names)} beside each other</h1><ol>{items}</ol>'
+    return f'<p class="kind">Lockstep · comparison</p><h1>{len(names)} {what} beside each other</h1><ol>{items}</ol>'

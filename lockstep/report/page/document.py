@@ -132,14 +132,14 @@ def build_chart(chart: Chart) -> str:
     numbers = f"<details><summary>Numbers</summary>{build_table(chart.numbers)}</details>" if chart.numbers else ""
     return (
         f'<figure class="{"chart wide" if chart.wide else "chart"}">'
-        f'<h3 id="{chart.name}-title">{escape(chart.title)}</h3>'
-        f'<div class="plot" id="chart-{chart.name}" role="img" tabindex="0" aria-labelledby="{chart.name}-title" '
+        f'<h3 id="chart-{chart.name}-title">{escape(chart.title)}</h3>'
+        f'<div class="plot" id="chart-{chart.name}" role="img" tabindex="0" aria-labelledby="chart-{chart.name}-title" '
         f'aria-describedby="{chart.name}-says" style="height:{chart.height}px"></div>'
         f'<figcaption><p id="{chart.name}-says">{escape(chart.says)}</p>{note}{numbers}</figcaption></figure>'
     )
 
 
-def build_table(numbers: Numbers, *, name: str = "") -> str:
+def build_table(numbers: Numbers, *, name: str = "", is_whole: bool = False) -> str:
     """A table whose first column names the rows and whose others are aligned to the right, if they are numbers."""
     caption = f"<caption>{escape(numbers.caption)}</caption>" if numbers.caption else ""
     is_right = [
@@ -154,7 +154,8 @@ def build_table(numbers: Numbers, *, name: str = "") -> str:
     attribute = f' id="{name}"' if name else ""
     # Scrolls by itself where it is wider than a phone, by keyboard too.
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(numbers.caption or "Table")}">'
+        f'<div class="{"scroll whole" if is_whole else "scroll"}" tabindex="0" role="region" '
+        f'aria-label="{escape(numbers.caption or "Table")}">'
         f"<table{attribute}>{caption}<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 

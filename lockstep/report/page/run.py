@@ -194,7 +194,7 @@ def tell_settings(history: History) -> Section | None:
     if changed:
         body = build_table(Numbers(["setting", "first", "now"], changed, caption="Changed by a resume"))
     table = build_table(
-        Numbers(["setting", "value"], [[name, value] for name, value in settings.items()]), name="settings"
+        Numbers(["setting", "value"], [[name, value] for name, value in settings.items()]), name="settings-table"
     )
     return Section("settings", "Configuration", body=f"{body}<details><summary>All settings</summary>{table}</details>")
 
