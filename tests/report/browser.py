@@ -32,7 +32,7 @@ class Page:
         self._count = 0
         self.requests: list[str] = []
         self.complaints: list[str] = []
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Performance"):
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -83,6 +83,11 @@ class Page:
         self.send("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && !!document.documentElement.dataset.drawn")
         return time.monotonic() - begun_s
+
+    def measure_work(self) -> float:
+        """Seconds that the page's own thread has computed: its time where other work does not count."""
+        metrics = self.send("Performance.getMetrics")["metrics"]
+        return float(next(metric["value"] for metric in metrics if metric["name"] == "ThreadTime"))
 
     def resize(self, width: int) -> None:
         self.send(

@@ -143,9 +143,8 @@ def test_10000_steps_open_quickly(page: Page, tmp_path: Path) -> None:
     report = write_report(write_run(tmp_path / "run", make_run(steps=10_000, per_epoch=500, log_every=1)))
     assert report.stat().st_size < 8e6
     seconds = page.show(f"file://{report}")
-    if seconds > 3:  # other work on the machine; once more
-        seconds = page.show(f"file://{report}")
-    assert seconds < 6, "it should be 3 s; twice that on a machine with other work"
+    # Where other work holds the page up, the time it computed itself counts.
+    assert seconds < 3 or page.measure_work() < 3
     check(page)
 
 
