@@ -106,14 +106,14 @@ def draw_groups(figure: dict[str, Any]) -> str:
     sides, left, y = ("DDP, default", "DDP, tuned", "Lockstep"), 270, 62.0
     shapes = []
     for row in figure["rows"]:
-        scale = (WIDTH - left - 210) / max(row[side] for side in sides)
+        scale = (WIDTH - left - 230) / max(row[side] for side in sides)
         shapes.append(_text(left - 110, y + 37, row["case"], "strong", anchor="end"))
         for place, side in enumerate(sides):
             kind = ("theirs", "third", "ours")[place]
             shapes.append(_text(left - 10, y + 14, side, "muted", anchor="end"))
             shapes.append(_bar(left, y, row[side] * scale, 18, kind))
-            ratio = row.get(side.replace("DDP,", "over"))
-            beside = f"   Lockstep is {ratio:.2f}×" if ratio else ""
+            over = side.replace("DDP,", "over")
+            beside = f"   Lockstep is {row[over]:.2f}×" if over != side else ""
             strong = "strong" if side == "Lockstep" else ""
             shapes.append(_text(left + row[side] * scale + 9, y + 14, f"{row[side]:,} ms{beside}", strong))
             y += 22
@@ -123,7 +123,7 @@ def draw_groups(figure: dict[str, Any]) -> str:
 
 def draw_overlap(figure: dict[str, Any]) -> str:
     """The end of a backward pass, and the sums that are sent while it still runs."""
-    first, last, left, right, top = 13.5, 16.8, 150, WIDTH - 40, 66
+    first, last, left, right, top = 13.5, 17.0, 150, WIDTH - 40, 66
     scale = (right - left) / (last - first)
     end = left + (figure["backward_ends"] - first) * scale
     shapes = [_text(left - 14, top + 16, "backward pass", anchor="end"), _bar(left, top, end - left, 22, "ours")]
@@ -138,11 +138,11 @@ def draw_overlap(figure: dict[str, Any]) -> str:
         )
         shapes.append(_bar(x, y, width, 22, "sum"))
         said = f"{row['begins']:.2f} – {row['ends']:.2f}"
-        is_late = x + width + 90 > right
+        is_late = x + width + 80 > right
         shapes.append(_text(x - 8 if is_late else x + width + 8, y + 16, said, "muted", "end" if is_late else "start"))
     y = top + 36 + 32 * len(figure["rows"])
     shapes.append(f'<line class="line" x1="{left}" x2="{right}" y1="{y + 4}" y2="{y + 4}"/>')
-    for tick in (14.0, 14.5, 15.0, 15.5, 16.0, 16.5):
+    for tick in (14.0, 14.5, 15.0, 15.5, 16.0, 16.5, 17.0):
         shapes.append(_text(left + (tick - first) * scale, y + 22, f"{tick:.1f} ms", "muted", anchor="middle"))
     shapes.append(
         _text(left, y + 44, "after the backward pass began; a dashed line is where a buffer is full", "muted")
