@@ -32,8 +32,10 @@ class Section:
     title: str
     lead: str = ""  # one sentence, plain text
     charts: Sequence[Chart] = ()
-    body: str = ""  # HTML, already escaped
+    beside: str = ""  # HTML, already escaped: takes a chart's place
+    body: str = ""  # the same, under the charts
     switch: bool = False  # whether the reader chooses the axis here
+    short: str = ""  # its title among the links at the top
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,9 @@ def build_document(document: Document) -> str:
         f"img-src data: blob:; connect-src {document.connect}; base-uri 'none'; form-action 'none'"
     )
     charts = [chart.as_data() for section in document.sections for chart in section.charts]
-    links = "".join(f'<a href="#{section.name}">{escape(section.title)}</a>' for section in document.sections)
+    links = "".join(
+        f'<a href="#{section.name}">{escape(section.short or section.title)}</a>' for section in document.sections
+    )
     body = "".join(map(build_section, document.sections))
     text = f"""<!doctype html>
 <html lang="en">
@@ -107,6 +111,7 @@ def build_document(document: Document) -> str:
 def build_section(section: Section) -> str:
     lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
     charts = "".join(map(build_chart, section.charts))
+    charts += f'<div class="chart">{section.beside}</div>' if section.beside else ""
     grid = f'<div class="charts">{charts}</div>' if charts else ""
     return (
         f'<section id="{section.name}" aria-labelledby="{section.name}-title">'

@@ -27,7 +27,7 @@ def tell_layers(history: History) -> Section | None:
     if not charts:
         return None
     lead = "A row for each layer, in the order in which gradients become ready, the last at the top; powers of ten."
-    return Section("layers", "Layer by layer", lead=lead, charts=charts)
+    return Section("layers", "Layer by layer", lead=lead, charts=charts, short="Layers")
 
 
 def _draw_map(
@@ -102,7 +102,7 @@ def _ticks(count: int) -> list[int]:
 
 def _short(layer: str) -> str:
     """The end of a long name, which is what tells layers apart."""
-    return label(layer if len(layer) <= 16 else f"…{layer[-15:]}")
+    return label(layer if len(layer) <= 18 else f"…{layer[-17:]}")
 
 
 def _draw_bar(low: float, high: float) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 const lockstep = (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const heat = {
-    light: [[0, "#eef3f8"], [0.35, "#a9c6e2"], [0.7, "#4d82bb"], [1, "#173f74"]],
-    dark: [[0, "#1c2430"], [0.35, "#2d5380"], [0.7, "#5f9bdd"], [1, "#dbe9fa"]],
+    light: [[0, "#dfe9f3"], [0.35, "#a9c6e2"], [0.7, "#4d82bb"], [1, "#173f74"]],
+    dark: [[0, "#22344c"], [0.35, "#2d5380"], [0.7, "#5f9bdd"], [1, "#dbe9fa"]],
   };
   const axisTitles = { step: "step", epoch: "epoch", wall: "" };
   let axis = "step";
@@ -45,7 +45,7 @@ const lockstep = (() => {
       return paint(at ? { ...rest, x: at[axis] } : rest, "");
     });
     const ink = color("--ink"), muted = color("--muted"), grid = color("--grid");
-    const line = { gridcolor: grid, zerolinecolor: grid, linecolor: color("--rule"), automargin: true, ticks: "",
+    const line = { gridcolor: grid, zeroline: false, linecolor: color("--rule"), automargin: true, ticks: "",
       tickfont: { color: muted, size: 12 }, title: { font: { color: muted, size: 12 }, standoff: 8 } };
     const named = painted(chart.layout);
     const layout = {
@@ -61,6 +61,9 @@ const lockstep = (() => {
       xaxis: merge(line, named.xaxis), yaxis: merge(line, named.yaxis),
     };
     layout.yaxis.fixedrange = true;
+    // Names that have no room would lie over each other; hovering tells them.
+    const names = (named.xaxis || {}).ticktext;
+    if (names && width / names.length < 28) layout.xaxis.showticklabels = false;
     if (isCurve) {
       layout.xaxis.title = { ...line.title, text: axisTitles[axis] };
       layout.xaxis.hoverformat = axis === "step" ? ",d" : ".4~g";

@@ -10,8 +10,9 @@ from lockstep.report.page.charts import Chart, Numbers, label
 from lockstep.report.page.document import Section, build_table, escape
 from lockstep.report.phrases import percent, plural
 
-MOST_CLASSES = 30
-MOST_CONFUSIONS = 15
+MOST_CLASSES = 24
+MOST_NAMED = 12  # classes for which each cell has room for its number
+MOST_CONFUSIONS = 12
 MOST_IMAGES = 24
 LARGEST_IMAGE = 64 << 10  # bytes; these are thumbnails
 JPEG_OPENING = b"\xff\xd8\xff"
@@ -33,9 +34,13 @@ def tell_mistakes(history: History) -> Section | None:
             [_name(history, true), _name(history, taken), f"{times:,}"]
             for true, taken, times in confused[:MOST_CONFUSIONS]
         ]
-        table = build_table(Numbers(["class", "taken for", "how often"], rows, caption="The most frequent mistakes"))
+        table = build_table(
+            Numbers(["class", "taken for", "how often"], rows, caption="The most frequent mistakes"), is_whole=True
+        )
     lead = f"By the evaluation at step {found.step:,}."
-    return Section("mistakes", "What it gets wrong", lead=lead, charts=charts, body=table + images)
+    return Section(
+        "mistakes", "What it gets wrong", lead=lead, charts=charts, beside=table, body=images, short="Mistakes"
+    )
 
 
 def _read_confusion(found: MistakesFound) -> list[tuple[int, int, int]]:
@@ -85,14 +90,15 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
                 "hoverongaps": False,
                 "colorbar": {"thickness": 8, "outlinewidth": 0, "len": 0.9, "xpad": 6},
                 "hovertemplate": "%{text}: %{z}<extra></extra>",
+                **({"texttemplate": "%{z}"} if len(classes) <= MOST_NAMED else {}),
             }
         ],
         layout={
             "yaxis": {**ticks, "autorange": "reversed", "title": {"text": "class"}},
             "xaxis": {**ticks, "tickangle": -60, "title": {"text": "taken for"}},
         },
-        height=max(360, min(680, 160 + 22 * len(classes))),
-        wide=True,
+        height=max(400, min(640, 160 + 24 * len(classes))),
+        wide=len(classes) > MOST_NAMED,
     )
 
 
@@ -163,4 +169,6 @@ def tell_ledger(history: History) -> Section | None:
         for event in epochs
     ]
     table = build_table(Numbers(["epoch", "ledger", "each sample once", "unreadable"], rows, caption="Ledger by epoch"))
-    return Section("ledger", "Data ledger", lead=lead, body=f"<details><summary>Ledger</summary>{table}</details>")
+    return Section(
+        "ledger", "Data ledger", lead=lead, body=f"<details><summary>Ledger</summary>{table}</details>", short="Ledger"
+    )

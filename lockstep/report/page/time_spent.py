@@ -69,7 +69,7 @@ def tell_spent(history: History) -> Section | None:
             [[KINDS[kind][0], f"{totals[kind]:,.1f}", percent(totals[kind] / total)] for kind in shown],
         ),
     )
-    return Section("spent", "Where the time went", charts=[chart], body=body)
+    return Section("spent", "Where the time went", charts=[chart], body=body, short="Time")
 
 
 def _draw_spent(kind: str, spent: list[Spent]) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def tell_timeline(history: History) -> Section | None:
         note="Rows: rank and lane. The lane “step” is what a step is made of; the others went on beside it."
         + (f" The first {MOST_RANKS} of {len(timelines)} ranks are shown." if len(timelines) > MOST_RANKS else ""),
     )
-    return Section("timeline", "A few steps, rank by rank", charts=[chart])
+    return Section("timeline", "A few steps, rank by rank", charts=[chart], short="Timeline")
 
 
 def _read_spans(timeline: TimelineTaken) -> list[dict[str, Any]]:
@@ -245,7 +245,7 @@ def tell_plan(history: History) -> Section | None:
     if chosen_input is not None:
         sentences.append(chosen_input.text)
     body = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences[1:]) + tables
-    return Section("plan", "The plan", lead=sentences[0], body=body)
+    return Section("plan", "The plan", lead=sentences[0], body=body, short="Plan")
 
 
 def _read_trial(trial: object) -> dict[str, Any] | None:
