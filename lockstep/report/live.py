@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.report.follow import Follower
+from lockstep.report.page.document import encode_data
 from lockstep.report.page.live import build_live_page, build_state
 
 HOST = "127.0.0.1"
@@ -59,7 +60,7 @@ class Watched:
             self._events = [event for event in self._events if id(event) not in dropped]
         if any(isinstance(event, RunStarted) for event in self._events):
             self._revision += 1
-            self._state = json.dumps({"revision": self._revision, **build_state(self._events)}, allow_nan=False)
+            self._state = encode_data({"revision": self._revision, **build_state(self._events)})
 
 
 class Server(ThreadingHTTPServer):

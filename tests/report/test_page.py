@@ -1,7 +1,9 @@
 """The page of a run: its numbers, what it leaves out, and what strangers write into records."""
 
+import contextlib
 import html
 import json
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,20 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.events import Event, LayersMeasured, MistakesFound, Notice, PlanChosen, TimelineTaken, read_events
+from lockstep.events import (
+    Event,
+    LayersMeasured,
+    MistakesFound,
+    Notice,
+    PlanChosen,
+    TimelineTaken,
+    decode,
+    encode,
+    read_events,
+)
 from lockstep.report.page import document
-from lockstep.report.page.document import embed_json
+from lockstep.report.page.document import embed_json, encode_data
+from lockstep.report.page.live import build_state
 from lockstep.report.page.run import build_report, write_report
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
@@ -149,6 +162,38 @@ def test_records_of_any_shape_make_a_page(value: Any) -> None:
             *run[1:],
         ]
     )
+
+
+SPOILED = [
+    *(None, True, 0, -1, 2**62, -(2**62), 1e300, -1e300, 5e-324, "", "<b>", "\ud800", "\u2028"),
+    *([], [[]], {}, {"a": {}}, [None], [1e308] * 3, ["a"] * 3, [[0, 1, 5]], [[0, 1, 2**62]]),
+]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_spoiled_records_make_a_page_or_one_sentence(seed: int) -> None:
+    """Values of the wrong size, sign and shape, deep inside records whose fields are of the right kind."""
+    rule = random.Random(seed)
+
+    def spoil(value: Any) -> Any:
+        if rule.random() < 0.15:
+            return rule.choice(SPOILED)
+        if isinstance(value, dict):
+            return {name: spoil(one) for name, one in value.items()}
+        return [spoil(one) for one in value] if isinstance(value, list) and len(value) < 200 else value
+
+    events = []
+    for event in make_run(steps=60, per_epoch=20, log_every=10):
+        told = json.loads(encode(event))
+        spoiled = {name: spoil(value) if rule.random() < 0.25 else value for name, value in told.items()}
+        try:
+            decoded = decode(json.dumps(spoiled | {"kind": event.kind}))
+        except TypeError:  # refused when it is read
+            continue
+        events += [decoded] if decoded else []
+    for build in (build_report, lambda events: encode_data(build_state(events))):
+        with contextlib.suppress(LockstepError):  # where the very first record was refused
+            build(events)
 
 
 def test_data_can_lie_in_a_script() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.report.history import number
 from lockstep.report.page.charts import Chart, Numbers
 
 # JSON in a script element ends at the first "</script>", and old parsers stumble over these two line ends.
@@ -60,10 +61,26 @@ def escape(text: object) -> str:
 
 def embed_json(value: object) -> str:
     """JSON that can lie in a script element."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = encode_data(value)
     for character, code in UNSAFE.items():
         text = text.replace(character, code)
     return text
+
+
+def encode_data(value: object) -> str:
+    """JSON as browsers read it, which has no infinity: a number that a stranger's record drove so far becomes null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        return json.dumps(_clean(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _clean(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(one) for one in value]
+    return number(value) if isinstance(value, float) else value
 
 
 def build_document(document: Document) -> str:

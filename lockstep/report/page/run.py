@@ -54,7 +54,7 @@ def build_report(events: Iterable[Event]) -> str:
             title=f"{history.start.run} – Lockstep",
             header=build_header(history),
             sections=[section for section in told if section],
-            data={"summary": _clean(history.summary)},
+            data={"summary": history.summary},
         )
     )
 
@@ -224,12 +224,3 @@ def flatten(config: dict[str, Any], before: str = "") -> dict[str, str]:
 def _setting(config: dict[str, Any], group: str, name: str) -> Any:
     found = config.get(group)
     return found.get(name) if isinstance(found, dict) else None
-
-
-def _clean(value: Any) -> Any:
-    """The same without NaN, which JSON has not."""
-    if isinstance(value, dict):
-        return {str(name): _clean(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_clean(one) for one in value]
-    return number(value) if isinstance(value, float) else value
