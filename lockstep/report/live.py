@@ -112,6 +112,9 @@ class Handler(BaseHTTPRequestHandler):
             state = self.server.watched.read_state(number)
         except LockstepError as error:
             state = json.dumps({"revision": number, "problem": str(error)})
+        except Exception as error:  # said in the page: who watches has no other place to see it
+            problem = f"This cannot be shown, because of a fault in Lockstep ({type(error).__name__}: {error})."
+            state = json.dumps({"revision": number, "problem": problem})
         self._answer(HTTPStatus.OK, "application/json", state.encode(errors="backslashreplace"))
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:

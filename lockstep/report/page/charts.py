@@ -13,7 +13,6 @@ from typing import Any
 from lockstep.report.history import Spot, number, thin
 from lockstep.report.phrases import clock
 
-AXES = ("step", "epoch", "wall")
 LONGEST_LABEL = 60  # characters of a name in a chart; more would leave no room for the chart
 
 
@@ -40,11 +39,6 @@ class Chart:
     wide: bool = False  # takes the whole width
     numbers: Numbers | None = None
     note: str = ""  # what a reader should know, under the chart
-
-    @property
-    def is_curve(self) -> bool:
-        """Whether its x axis is the reader's choice."""
-        return any("at" in trace for trace in self.traces)
 
     def as_data(self) -> dict[str, Any]:
         return {

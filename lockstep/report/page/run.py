@@ -12,8 +12,9 @@ from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape
 from lockstep.report.page.layers import tell_layers
+from lockstep.report.page.plan import tell_plan
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
-from lockstep.report.page.time_spent import tell_plan, tell_spent, tell_timeline
+from lockstep.report.page.time_spent import tell_spent, tell_timeline
 from lockstep.report.phrases import count, percent, plural
 
 REPORT_NAME = "report.html"
@@ -59,12 +60,11 @@ def build_report(events: Iterable[Event]) -> str:
     )
 
 
-def build_header(history: History, *, is_live: bool = False) -> str:
-    """What a reader wants to know first: what was trained, how well, how quickly."""
+def build_header(history: History, now: str = "") -> str:
+    """What a reader wants to know first: what was trained, how well, how quickly; `now` of a run that goes on."""
     start, summary, ended = history.start, history.summary, history.ended
-    goes_on = is_live and ended is None
-    is_well = goes_on or (ended is not None and ended.status == "finished")
-    state = _describe_place(history) if goes_on else describe_state(history)
+    is_well = bool(now) or (ended is not None and ended.status == "finished")
+    state = now or describe_state(history)
     facts = "".join(
         f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="beside">{escape(beside)}</dd></div>'
         for name, value, beside in _list_facts(summary)
@@ -72,7 +72,7 @@ def build_header(history: History, *, is_live: bool = False) -> str:
     return (
         f'<p class="kind">Lockstep · {escape(start.recipe)}</p><h1>{escape(start.run)}</h1>'
         f'<p class="what">{escape(describe_work(start))}</p>'
-        f'<p class="{"state" if is_well else "state warning"}">{LIVE if goes_on else ""}'
+        f'<p class="{"state" if is_well else "state warning"}">{LIVE if now else ""}'
         f"{escape(state)}</p>"
         f'<dl class="facts">{facts}</dl>{_build_equation(summary)}'
     )
@@ -107,13 +107,6 @@ def describe_state(history: History) -> str:
     words = {"finished": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
     reason = f" {ended.reason}" if ended.reason else ""
     return f"{words.get(ended.status, ended.status)} {after}.{reason}{parts}"
-
-
-def _describe_place(history: History) -> str:
-    """How far a run is that still goes on."""
-    summary, total = history.summary, history.start.steps_total
-    done = f" ({percent(summary['steps'] / total)})" if total > 0 else ""
-    return f"Step {summary['steps']:,} of {total:,}{done}, after {tell_time(summary['wall_s'])}."
 
 
 def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
