@@ -122,6 +122,18 @@ def test_long_runs_are_thinned_but_keep_their_extremes() -> None:
     assert max(loss["y"]) == 99.0
 
 
+def test_marks_lie_on_the_curve_of_throughput() -> None:
+    events = [
+        started(),
+        stepped(10, 1005, 0.5),
+        stepped(20, 1009, 0.4),
+        evaluated(15, 1007, 0.5),
+        evaluated(30, 1012, 0.5),
+    ]
+    charts = {chart["name"]: chart for chart in read_data(build_report(events))["charts"]}
+    assert charts["throughput"]["traces"][1]["y"] == [72.0, 80.0]  # half-way from 64 to 80, and at the end
+
+
 def test_hostile_text_is_text() -> None:
     events = make_run(steps=200, run=HOSTILE, names=[HOSTILE, "b", "c"], device=HOSTILE, recipe=HOSTILE)
     events = [replace(event, text=HOSTILE) if isinstance(event, Notice) else event for event in events]

@@ -73,7 +73,7 @@ def draw_curve(
     places = [spots[index] for index in kept]
     return {
         "type": "scatter",
-        "mode": mode,
+        "mode": mode if len(kept) > 1 else "markers",  # a line of one point cannot be seen
         "name": name,
         "y": [number(values[index]) for index in kept],
         "at": place(places),

@@ -182,13 +182,15 @@ def _describe_mark(event: Evaluated | CheckpointSaved) -> str:
 
 
 def _follow(told: Told, spots: Sequence[Spot]) -> list[float | None]:
-    """The curve's height where each mark is: that of the last point before it."""
+    """The curve's height where each mark is."""
     heights: list[float | None] = []
     place = 0
     for spot in spots:
-        while place + 1 < len(told) and told[place + 1][0].wall_s <= spot.wall_s:
+        while place + 1 < len(told) and told[place + 1][0].step <= spot.step:
             place += 1
-        heights.append(told[place][1])
+        (before, height), (after, other) = told[place], told[min(place + 1, len(told) - 1)]
+        between = (spot.step - before.step) / (after.step - before.step) if after.step > before.step else 0.0
+        heights.append(height + (other - height) * min(1.0, max(0.0, between)))
     return heights
 
 
