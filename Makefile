@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-gpu check format bench chaos clean
+.PHONY: setup train test test-gpu check format bench chaos figures clean
 
 setup: $(VENV)/.installed
 
@@ -39,6 +39,10 @@ bench: setup
 # Kills, stops and starves real runs for some minutes; nothing may be lost, hang or be left behind.
 chaos: setup
 	$(BIN)/lockstep bench chaos --faults 25
+
+# The pictures of README and docs, from stated results and from a run that is trained for it.
+figures: setup
+	$(BIN)/python docs/figures/draw.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

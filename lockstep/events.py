@@ -283,7 +283,7 @@ class EventLog:
     def _begin_part(self) -> None:
         """Put the full file away and go on in a new one; on failure in the old one, until it is twice as large."""
         self._part_bytes *= 2
-        number = max(map(_read_number, _list_full(self.path)), default=0) + 1
+        number = max(map(_read_number, list_full_parts(self.path)), default=0) + 1
         part = self.path.with_name(f"{self.path.stem}-{number:04d}{self.path.suffix}")
         os.rename(self.path, part)
         try:
@@ -304,7 +304,7 @@ def thin_part(path: Path) -> None:
     write_whole(path, b"".join(line for number, line in enumerate(lines) if number not in dropped))
 
 
-def _list_full(path: Path) -> list[Path]:
+def list_full_parts(path: Path) -> list[Path]:
     """The full parts of a log, in their order."""
     parts = path.parent.glob(f"{path.stem}-*{path.suffix}")
     return sorted((part for part in parts if _read_number(part)), key=_read_number)
@@ -366,13 +366,14 @@ def _fits(value: Any, wanted: Any) -> bool:
 def read_events(path: Path) -> list[Event]:
     """All records of a run, from its folder or its log, full parts first; a record torn by a kill is left out."""
     path = path / LOG_NAME if path.is_dir() else path
-    parts = [*_list_full(path), path]
+    parts = [*list_full_parts(path), path]
     if len(parts) > 1 and not path.exists():  # killed between two parts
         parts.pop()
-    return [event for part in parts for event in _read_part(part)]
+    return [event for part in parts for event in read_part(part)]
 
 
-def _read_part(path: Path) -> list[Event]:
+def read_part(path: Path) -> list[Event]:
+    """The records of one file of a log."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -194,7 +194,7 @@ def test_control_c_on_one_rank_writes_a_checkpoint(images: Path, tmp_path: Path)
 def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(images, run)[0] == 0
-    files = {"config.toml", "events.jsonl", "summary.json", "plan.toml", "profile.json"}
+    files = {"config.toml", "events.jsonl", "summary.json", "report.html", "plan.toml", "profile.json"}
     assert {path.name for path in run.iterdir()} == {*files, "checkpoints", ".lock"}
     summary = commands.summary(run)
     for key in ("top1", "top5", "images_per_second", "T", "S", "N", "e", "steps", "epochs", "world_size", "wall_s"):

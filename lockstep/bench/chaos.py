@@ -60,6 +60,7 @@ KNOWN_FILES = {
     "profile.json",
     "events.jsonl",
     "summary.json",
+    "report.html",
     "checkpoints",
     ".lock",
 }

@@ -143,6 +143,8 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
         rows.append(("N  ranks", str(ended.world_size)))
         rows.append(("e  efficiency", percent(ended.efficiency)))
     rows.append(("run folder", str(folder)))
+    if (folder / "report.html").is_file():
+        rows.append(("report", str(folder / "report.html")))
     if ended.status == "interrupted":
         rows.append(("go on with", f"lockstep train {folder} --resume"))
     return rows

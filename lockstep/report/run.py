@@ -1,4 +1,4 @@
-"""What listens to a run on rank 0: the event log, the display and, at the end, the summary."""
+"""What listens to a run on rank 0: the event log, the display and, at the end, the summary and the report."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lockstep.report.summary import summarize, write_summary
 
 
 class RunSink:
-    """Every record goes to the run's log, then to the display; the end of a run leaves its summary."""
+    """Every record goes to the run's log, then to the display; the end of a run leaves its summary and its page."""
 
     def __init__(self, folder: Path, display: Sink) -> None:
         self._folder = folder
@@ -19,6 +19,7 @@ class RunSink:
         self._log.emit(event)
         if isinstance(event, RunEnded):
             self._summarize()
+            self._report()
         self._display.emit(event)
 
     def close(self) -> None:
@@ -30,6 +31,18 @@ class RunSink:
             write_summary(self._folder / "summary.json", summarize(read_events(self._log.path)))
         except LockstepError as error:  # a full disk costs the summary, not the run
             self._display.emit(Notice(level="warning", text=str(error)))
+
+    def _report(self) -> None:
+        """Leave the page; whatever goes wrong with it, the run is done and says so."""
+        try:
+            from lockstep.report.page.run import write_report
+
+            write_report(self._folder)
+        except LockstepError as error:
+            self._display.emit(Notice(level="warning", text=f"There is no report: {error}"))
+        except Exception as error:  # a fault in a drawing must not cost a run of weeks its good end
+            text = f"There is no report, because of a fault in Lockstep ({type(error).__name__}: {error})."
+            self._display.emit(Notice(level="warning", text=text))
 
 
 class SilentSink:

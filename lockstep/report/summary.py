@@ -34,7 +34,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         **_speed(start.world_size, ended),
         "steps": step,
         "epochs": step / max(1, start.steps_per_epoch),
-        "wall_s": sum(map(_wall_s, parts)),
+        "wall_s": sum(map(measure_wall_s, parts)),
         "resumed": len(parts) - 1,
         **_samples(parts),
         "num_parameters": start.num_parameters,
@@ -78,7 +78,7 @@ def write_summary(path: Path, summary: dict[str, Any]) -> None:
         raise LockstepError(f"Cannot write the summary {path}: {error.strerror}.") from None
 
 
-def _wall_s(part: list[Event]) -> float:
+def measure_wall_s(part: list[Event]) -> float:
     """How long a part lasted; a killed one until the last record of its work."""
     ended = (event.wall_s for event in part if isinstance(event, RunEnded))
     # A resume may give notice before its `RunStarted`: that is not time this part was running.
@@ -98,7 +98,7 @@ def _accuracy(parts: list[list[Event]]) -> dict[str, Any]:
         epoch = start.start_step / max(1, start.steps_per_epoch)
         reached = [(event, wall_s) for event, wall_s in reached if event.epoch <= epoch]
         reached += [(event, before_s + event.time_s - start.time_s) for event in part if isinstance(event, Evaluated)]
-        before_s += _wall_s(part)
+        before_s += measure_wall_s(part)
     points = [{"step": event.step, "top1": event.top1, "wall_s": wall_s} for event, wall_s in reached]
     final = reached[-1][0] if reached else None
     return {

@@ -1,0 +1,219 @@
+"""Curves of a run: loss, accuracy, learning rate, loss scale, noise scale, throughput."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.events import CheckpointSaved, Evaluated
+from lockstep.report.history import History, Spot, number
+from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
+from lockstep.report.phrases import count, percent, plural
+
+Told = Sequence[tuple[Spot, Any]]
+
+
+def draw_curves(history: History) -> list[Chart]:
+    """Every curve that the run has records for."""
+    drawn = (
+        draw_loss(history),
+        draw_accuracy(history),
+        draw_rate(history),
+        draw_throughput(history),
+        draw_loss_scale(history),
+        draw_noise_scale(history),
+    )
+    return [chart for chart in drawn if chart]
+
+
+def draw_loss(history: History) -> Chart | None:
+    trained, checked = _known(history.steps, lambda step: step.loss), _known(history.evaluations, lambda it: it.loss)
+    if not trained and not checked:
+        return None
+    traces, says = [], []
+    if trained:
+        traces.append(_curve("training", trained, "--blue"))
+        says.append(f"Training loss went from {trained[0][1]:.3g} to {trained[-1][1]:.3g}")
+    if checked:
+        traces.append(_curve("validation", checked, "--orange", mode="lines+markers"))
+        says.append(f"validation loss ended at {checked[-1][1]:.3g}")
+    return Chart(
+        name="loss",
+        title="Loss",
+        says=_sentence(says),
+        traces=traces,
+        marks=_marks(history),
+        layout={"yaxis": {"rangemode": "tozero"}},
+        numbers=_tell("loss", trained or checked, lambda value: f"{value:.4g}"),
+    )
+
+
+def draw_accuracy(history: History) -> Chart | None:
+    trained = _known(history.steps, lambda step: step.top1)
+    first, fifth = (_known(history.evaluations, choose) for choose in (lambda it: it.top1, lambda it: it.top5))
+    if not trained and not first:
+        return None
+    traces, says = [], []
+    if trained:
+        traces.append(_curve("training, top-1", trained, "--blue", template="%{y:.1%}"))
+    if first:
+        traces.append(_curve("validation, top-1", first, "--orange", mode="lines+markers", template="%{y:.2%}"))
+        traces.append(_curve("validation, top-5", fifth, "--orange", dash="dot", template="%{y:.2%}"))
+        best = max(first, key=lambda point: point[1])
+        says.append(
+            f"Top-1 on the validation set ended at {percent(first[-1][1])}; its best was {percent(best[1])} "
+            f"at step {best[0].step:,}, after {tell_time(best[0].wall_s)}"
+        )
+    elif trained:
+        says.append(f"Top-1 on training batches ended at {percent(trained[-1][1])}; no evaluation was made")
+    return Chart(
+        name="accuracy",
+        title="Accuracy",
+        says=_sentence(says),
+        traces=traces,
+        marks=_marks(history),
+        layout={"yaxis": {"tickformat": ".0%", "range": [0, 1.02]}},
+        numbers=_tell("top-1, validation" if first else "top-1, training", first or trained, percent),
+    )
+
+
+def draw_rate(history: History) -> Chart | None:
+    told = _known(history.steps, lambda step: step.lr)
+    if not told:
+        return None
+    highest = max(told, key=lambda point: point[1])
+    return Chart(
+        name="lr",
+        title="Learning rate",
+        says=f"The learning rate peaked at {highest[1]:.3g}, at step {highest[0].step:,}, and ended at "
+        f"{told[-1][1]:.3g}.",
+        traces=[_curve("learning rate", told, "--blue", showlegend=False)],
+        marks=_marks(history),
+        layout={"yaxis": {"rangemode": "tozero"}},
+        numbers=_tell("learning rate", told, lambda value: f"{value:.4g}"),
+    )
+
+
+def draw_loss_scale(history: History) -> Chart | None:
+    told = _known(history.steps, lambda step: step.loss_scale)
+    if not told:
+        return None
+    skipped = sum(event.skipped for _, event in history.steps)
+    dropped = [(spot, number(event.loss_scale)) for spot, event in history.steps if event.skipped > 0]
+    traces = [_curve("loss scale", told, "--blue", line={"color": "--blue", "width": 2, "shape": "hv"})]
+    if dropped:
+        traces.append(_curve("steps skipped", dropped, "--red", mode="markers"))
+    return Chart(
+        name="loss-scale",
+        title="Loss scale",
+        says=f"The loss scale ended at {told[-1][1]:,.0f}; {plural(skipped, 'step')} "
+        f"{'was' if skipped == 1 else 'were'} skipped for gradients that were not finite.",
+        traces=traces,
+        marks=_marks(history),
+        layout={"yaxis": {"type": "log", "dtick": 1}},
+        numbers=_tell("loss scale", told, lambda value: f"{value:,.0f}"),
+    )
+
+
+def draw_noise_scale(history: History) -> Chart | None:
+    told = _known(history.steps, lambda step: step.noise_scale)
+    told = [(spot, value) for spot, value in told if value > 0]
+    if not told:
+        return None
+    train = history.start.config.get("train")
+    batch = number(train.get("global_batch")) if isinstance(train, dict) else None
+    traces = [_curve("noise scale", told, "--blue")]
+    if batch:
+        ends = [told[0][0], told[-1][0]]
+        traces.append(draw_curve("global batch", ends, [batch, batch], "--orange", dash="dash"))
+    beside = f"; the global batch is {batch:,.0f}" if batch else ""
+    return Chart(
+        name="noise-scale",
+        title="Gradient noise scale",
+        says=f"Beyond about {told[-1][1]:,.0f} samples a larger batch no longer paid at the end{beside}.",
+        traces=traces,
+        marks=_marks(history),
+        layout={"yaxis": {"type": "log", "dtick": 1}},
+        numbers=_tell("noise scale, samples", told, lambda value: f"{value:,.0f}"),
+    )
+
+
+def draw_throughput(history: History) -> Chart | None:
+    told = _known(history.steps, lambda step: step.images_per_second)
+    if not told:
+        return None
+    saved = history.placed(CheckpointSaved)
+    traces = [_curve("images/s", told, "--blue", template="%{y:,.0f} images/s")]
+    for name, events, symbol, color in (
+        ("evaluation", history.evaluations, "triangle-down", "--orange"),
+        ("checkpoint", saved, "square", "--green"),
+    ):
+        if events:
+            spots = [spot for spot, _ in events]
+            texts = [_describe_mark(event) for _, event in events]
+            traces.append(
+                draw_curve(
+                    name,
+                    spots,
+                    _follow(told, spots),
+                    color,
+                    mode="markers",
+                    marker={"color": color, "size": 9, "symbol": symbol, "line": {"color": "--paper", "width": 1}},
+                    details=texts,
+                    template="%{customdata}",
+                )
+            )
+    middle = sorted(value for _, value in told)[len(told) // 2]
+    return Chart(
+        name="throughput",
+        title="Throughput",
+        says=f"The median was {count(middle)} images/s, from {count(min(v for _, v in told))} to "
+        f"{count(max(v for _, v in told))}; {plural(len(history.evaluations), 'evaluation')} and "
+        f"{plural(len(saved), 'checkpoint')} are marked.",
+        traces=traces,
+        marks=_marks(history),
+        layout={"yaxis": {"rangemode": "tozero"}},
+        numbers=_tell("images/s", told, count),
+    )
+
+
+def _describe_mark(event: Evaluated | CheckpointSaved) -> str:
+    if isinstance(event, Evaluated):
+        return f"top-1 {percent(event.top1)}, in {event.seconds:.1f} s"
+    return f"step {event.step:,}, in {event.seconds:.1f} s"
+
+
+def _follow(told: Told, spots: Sequence[Spot]) -> list[float | None]:
+    """The curve's height where each mark is."""
+    heights: list[float | None] = []
+    place = 0
+    for spot in spots:
+        while place + 1 < len(told) and told[place + 1][0].step <= spot.step:
+            place += 1
+        (before, height), (after, other) = told[place], told[min(place + 1, len(told) - 1)]
+        between = (spot.step - before.step) / (after.step - before.step) if after.step > before.step else 0.0
+        heights.append(height + (other - height) * min(1.0, max(0.0, between)))
+    return heights
+
+
+def _known(told: Sequence[tuple[Spot, Any]], choose: Callable[[Any], object]) -> list[tuple[Spot, float]]:
+    """The points that have a number."""
+    return [(spot, value) for spot, event in told if (value := number(choose(event))) is not None]
+
+
+def _curve(name: str, told: Told, color: str, **more: Any) -> dict[str, Any]:
+    return draw_curve(name, [spot for spot, _ in told], [value for _, value in told], color, **more)
+
+
+def _marks(history: History) -> list[dict[str, Any]]:
+    return draw_marks(history.boundaries, "resumed")
+
+
+def _tell(head: str, told: Told, show: Callable[[float], str]) -> Numbers:
+    rows = [
+        [f"{spot.step:,}", f"{spot.epoch:.4g}", tell_time(spot.wall_s), show(value)]
+        for spot, value in (told[index] for index in sample_rows(len(told)))
+    ]
+    return Numbers(["step", "epoch", "time", head], rows)
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    return f"{'; '.join(parts)}."

@@ -1,0 +1,219 @@
+"""The page of a run: its headline, and every section that it has records for."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import LockstepError
+from lockstep.events import Event, RunEnded, RunStarted, read_events
+from lockstep.files import write_whole
+from lockstep.report.history import History, list_warnings, number
+from lockstep.report.page.charts import Numbers, tell_time
+from lockstep.report.page.curves import draw_curves
+from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape
+from lockstep.report.page.layers import tell_layers
+from lockstep.report.page.plan import tell_plan
+from lockstep.report.page.samples import tell_ledger, tell_mistakes
+from lockstep.report.page.time_spent import tell_spent, tell_timeline
+from lockstep.report.phrases import count, percent, plural
+
+REPORT_NAME = "report.html"
+JOULES_PER_KWH = 3.6e6
+LIVE = '<span class="live"></span>'
+
+
+def write_report(source: Path, target: Path | None = None) -> Path:
+    """The page of a run's folder or log, written whole beside it or where it is wanted."""
+    page = build_report(read_events(source))
+    target = target or (source if source.is_dir() else source.parent) / REPORT_NAME
+    try:
+        write_whole(target, page)
+    except OSError as error:
+        raise LockstepError(f"Cannot write the report {target}: {error.strerror}.") from None
+    return target
+
+
+def build_report(events: Iterable[Event]) -> str:
+    """The page of a run from its records, ended or not."""
+    history = History(events)
+    curves = draw_curves(history)
+    told = [
+        Section("curves", "Training", charts=curves, switch=True) if curves else None,
+        tell_spent(history),
+        tell_timeline(history),
+        tell_plan(history),
+        tell_layers(history),
+        tell_mistakes(history),
+        tell_ledger(history),
+        tell_energy(history),
+        tell_warnings(history),
+        tell_settings(history),
+        tell_environment(history),
+    ]
+    return build_document(
+        Document(
+            title=f"{history.start.run} – Lockstep",
+            header=build_header(history),
+            sections=[section for section in told if section],
+            data={"summary": history.summary},
+        )
+    )
+
+
+def build_header(history: History, now: str = "") -> str:
+    """What a reader wants to know first: what was trained, how well, how quickly; `now` of a run that goes on."""
+    start, summary, ended = history.start, history.summary, history.ended
+    is_well = bool(now) or (ended is not None and ended.status == "finished")
+    state = now or describe_state(history)
+    facts = "".join(
+        f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="beside">{escape(beside)}</dd></div>'
+        for name, value, beside in _list_facts(summary)
+    )
+    return (
+        f'<p class="kind">Lockstep · {escape(start.recipe)}</p><h1>{escape(start.run)}</h1>'
+        f'<p class="what">{escape(describe_work(start))}</p>'
+        f'<p class="{"state" if is_well else "state warning"}">{LIVE if now else ""}'
+        f"{escape(state)}</p>"
+        f'<dl class="facts">{facts}</dl>{_build_equation(summary)}'
+    )
+
+
+def describe_work(start: RunStarted) -> str:
+    """The model, the data and the devices in one sentence."""
+    model = _setting(start.config, "model", "name") or "a model"
+    source = _setting(start.config, "data", "path") or f"{_setting(start.config, 'data', 'source') or 'some'} images"
+    batch = number(_setting(start.config, "train", "global_batch"))
+    return (
+        f"{model}, {count(start.num_parameters / 1e6)} M parameters, on {source}: "
+        f"{start.num_train:,} training samples, "
+        f"{start.num_val:,} validation samples, {start.num_classes:,} class{'' if start.num_classes == 1 else 'es'}. "
+        f"{plural(start.world_size, 'rank')} ({start.device})"
+        f"{f', global batch {batch:,.0f}' if batch else ''}."
+    )
+
+
+def describe_state(history: History) -> str:
+    """How the run ended, or that it did not."""
+    summary, ended = history.summary, history.ended
+    after = f"after {tell_time(summary['wall_s'])} and {plural(summary['steps'], 'step')}"
+    resumed = summary["resumed"]
+    parts = f" It was resumed {plural(resumed, 'time')}." if resumed else ""
+    if ended is None:
+        total = history.start.steps_total
+        return (
+            f"This run did not end: its log stops {after} of {total:,}. It may still be going on, or it was killed."
+            f"{parts}"
+        )
+    words = {"finished": "Finished", "interrupted": "Interrupted", "failed": "Failed"}
+    reason = f" {ended.reason}" if ended.reason else ""
+    return f"{words.get(ended.status, ended.status)} {after}.{reason}{parts}"
+
+
+def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Name, value and what stands beside it."""
+    facts = []
+    if summary["top1"] is not None:
+        facts.append(("Top-1", percent(summary["top1"]), f"top-5 {percent(summary['top5'])}"))
+    best = summary["best"]
+    if best is not None:
+        facts.append(
+            ("Time to best accuracy", tell_time(best["wall_s"]), f"{percent(best['top1'])} at step {best['step']:,}")
+        )
+    facts.append(("Running time", tell_time(summary["wall_s"]), f"{summary['epochs']:.4g} epochs"))
+    if summary["T"] is not None:
+        facts.append(("Throughput", f"{count(summary['T'])}", "images/s"))
+    return facts
+
+
+def _build_equation(summary: dict[str, Any]) -> str:
+    """T = S · N · e with its numbers."""
+    if summary["S"] is None or summary["e"] is None:
+        return ""
+    terms = (
+        ("T", count(summary["T"]), "images/s"),
+        ("S", count(summary["S"]), "images/s of one rank alone"),
+        ("N", f"{summary['N']:,}", "rank" if summary["N"] == 1 else "ranks"),
+        ("e", percent(summary["e"]), "scaling efficiency"),
+    )
+    shown = [
+        f'<div class="term"><span class="letter">{letter}</span><b>{escape(value)}</b><span>{escape(unit)}</span></div>'
+        for letter, value, unit in terms
+    ]
+    signs = [f'<span class="sign" aria-hidden="true">{sign}</span>' for sign in ("=", "·", "·")]
+    pieces = [shown[0], *(piece for pair in zip(signs, shown[1:], strict=True) for piece in pair)]
+    return f'<div class="equation" role="group" aria-label="T = S · N · e">{"".join(pieces)}</div>'
+
+
+def tell_energy(history: History) -> Section | None:
+    """What the devices drew, where they tell; device hours are what a provider charges for."""
+    ends = history.all(RunEnded)
+    drawn = [(ended, energy) for ended in ends if (energy := number(ended.energy_j)) is not None]
+    if not drawn:
+        return None
+    joules, images = sum(energy for _, energy in drawn), sum(ended.images for ended, _ in drawn)
+    seconds = sum(ended.wall_s for ended, _ in drawn)
+    hours = sum(ended.wall_s * ended.world_size for ended, _ in drawn) / 3600
+    rows = [
+        ("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh ({count(joules / 1e3)} kJ)"),
+        *([("mean power", f"{count(joules / seconds)} W")] if seconds > 0 else []),
+        *([("an image", f"{joules / images:,.3g} J")] if images > 0 else []),
+        ("device hours", f"{hours:,.3g}"),
+    ]
+    missing = len(history.parts) - len(drawn)
+    lead = (
+        f"{plural(missing, 'part')} of this run did not tell, and {'is' if missing == 1 else 'are'} left out."
+        if missing
+        else ""
+    )
+    return Section("energy", "Energy", lead=lead, body=build_list(rows))
+
+
+def tell_warnings(history: History) -> Section | None:
+    warnings = list_warnings(history)
+    if not warnings:
+        return None
+    items = "".join(f"<li>{escape(text)}</li>" for text in warnings[:50])
+    return Section("warnings", "Warnings", body=f"<ul>{items}</ul>")
+
+
+def tell_settings(history: History) -> Section | None:
+    """Every setting, and what a resume changed."""
+    settings = flatten(history.start.config)
+    if not settings:
+        return None
+    first = flatten(history.starts[0].config)
+    changed = [[name, first.get(name, "–"), value] for name, value in settings.items() if first.get(name) != value]
+    body = ""
+    if changed:
+        body = build_table(Numbers(["setting", "first", "now"], changed, caption="Changed by a resume"))
+    table = build_table(
+        Numbers(["setting", "value"], [[name, value] for name, value in settings.items()]), name="settings-table"
+    )
+    return Section("settings", "Configuration", body=f"{body}<details><summary>All settings</summary>{table}</details>")
+
+
+def tell_environment(history: History) -> Section:
+    start = history.start
+    rows = [
+        ("device", start.device),
+        ("ranks", f"{start.world_size:,}"),
+        ("parameters", f"{start.num_parameters:,}"),
+        *((str(name), str(version)) for name, version in start.versions.items()),
+    ]
+    return Section("environment", "Environment", body=build_list(rows))
+
+
+def flatten(config: dict[str, Any], before: str = "") -> dict[str, str]:
+    """Settings by their dotted names, as the command line takes them."""
+    flat: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and before.count(".") < 4:
+            flat |= flatten(value, f"{before}{name}.")
+        elif value not in ("", []):
+            flat[f"{before}{name}"] = str(value).lower() if isinstance(value, bool) else str(value)
+    return flat
+
+
+def _setting(config: dict[str, Any], group: str, name: str) -> Any:
+    found = config.get(group)
+    return found.get(name) if isinstance(found, dict) else None

@@ -1,0 +1,217 @@
+"""Where the time of a run went: as a whole, and in a few steps of each rank."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.events import TimelineTaken
+from lockstep.report.history import History, Spent, find_timelines, measure_spent, number
+from lockstep.report.page.charts import Chart, Numbers, label, tell_time
+from lockstep.report.page.document import Section, escape
+from lockstep.report.phrases import describe_spent, percent, plural
+
+KINDS = {
+    "compute": ("computing", "--blue"),
+    "communication": ("exposed communication", "--orange"),
+    "input": ("waiting for input", "--green"),
+    "evaluation": ("evaluation", "--purple"),
+    "checkpoint": ("checkpoints", "--red"),
+    "startup": ("start-up", "--gray"),
+    "other": ("other", "--faint"),
+}
+SPAN_COLORS = {
+    "input": "--green",
+    "forward": "--sky",
+    "backward": "--blue",
+    "communicate": "--orange",
+    "update": "--purple",
+    "other": "--faint",
+}
+BESIDE_COLORS = {"input": "--green", "all-reduce": "--orange"}
+MOST_RANKS = 8
+MOST_SPANS = 4000
+
+
+def tell_spent(history: History) -> Section | None:
+    """Where the time went, part by part."""
+    spent = [measure_spent(part) for part in history.parts]
+    totals = {kind: sum(getattr(one, kind) for one in spent) for kind in KINDS}
+    total = sum(totals.values())
+    if total <= 0 or not any(one.compute for one in spent):
+        return None
+    shown = [kind for kind in KINDS if totals[kind] > 0]
+    sentences = describe_spent(history.ended) if history.ended else []
+    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    chart = Chart(
+        name="spent",
+        title="Seconds by what they went to",
+        says=f"Of {tell_time(total)}: "
+        + ", ".join(f"{KINDS[kind][0]} {percent(totals[kind] / total)}" for kind in shown)
+        + ".",
+        traces=[_draw_spent(kind, spent) for kind in shown],
+        layout={
+            "barmode": "stack",
+            "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+            "yaxis": {
+                "autorange": "reversed",
+                "tickvals": list(range(len(spent))),
+                "ticktext": [f"part {place + 1}" for place in range(len(spent))],
+                "showgrid": False,
+                "showticklabels": len(spent) > 1,
+            },
+        },
+        height=150 + 44 * len(spent),
+        wide=True,
+        numbers=Numbers(
+            ["what", "seconds", "share"],
+            [[KINDS[kind][0], f"{totals[kind]:,.1f}", percent(totals[kind] / total)] for kind in shown],
+        ),
+    )
+    return Section("spent", "Where the time went", charts=[chart], body=body, short="Time")
+
+
+def _draw_spent(kind: str, spent: list[Spent]) -> dict[str, Any]:
+    name, color = KINDS[kind]
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": [round(getattr(one, kind), 3) for one in spent],
+        "y": list(range(len(spent))),
+        "marker": {"color": color, "line": {"color": "--paper", "width": 1}},
+        "hovertemplate": f"%{{x:,.1f}} s<extra>{name}</extra>",
+    }
+
+
+def tell_timeline(history: History) -> Section | None:
+    """A few steps of each rank, lane by lane."""
+    timelines = [timeline for timeline in find_timelines(history) if _read_spans(timeline)]
+    if not timelines:
+        return None
+    shown, total = timelines[:MOST_RANKS], timelines[0].seconds
+    lanes = [(timeline.rank, lane) for timeline in shown for lane in _list_lanes(timeline)]
+    heights = {lane: height for height, lane in enumerate(lanes)}
+    spans = [(timeline.rank, span) for timeline in shown for span in _read_spans(timeline)][:MOST_SPANS]
+    first, steps = shown[0].first_step, shown[0].num_steps
+    chart = Chart(
+        name="timeline",
+        title=f"{plural(steps, 'step')} from step {first:,}",
+        says=_say_timeline(shown[0], total),
+        traces=_draw_spans(spans, heights),
+        layout={
+            "barmode": "overlay",
+            "xaxis": {"title": {"text": "milliseconds"}, "range": [0, total * 1e3]},
+            "yaxis": {
+                "range": [len(lanes) - 0.4, -0.6],
+                "tickvals": list(range(len(lanes))),
+                "ticktext": [f"{rank} {label(lane)}" for rank, lane in lanes],
+                "showgrid": False,
+            },
+            "uniformtext": {"mode": "hide", "minsize": 10},
+            "shapes": [_draw_edge(start_s) for start_s in _find_edges(shown[0])],
+        },
+        height=130 + 34 * len(lanes),
+        wide=True,
+        numbers=_tell_lanes(shown),
+        note="Rows: rank and lane. The lane “step” is what a step is made of; the others went on beside it."
+        + (f" The first {MOST_RANKS} of {len(timelines)} ranks are shown." if len(timelines) > MOST_RANKS else ""),
+    )
+    return Section("timeline", "A few steps, rank by rank", charts=[chart], short="Timeline")
+
+
+def _read_spans(timeline: TimelineTaken) -> list[dict[str, Any]]:
+    """The spans that are ones."""
+    found = []
+    told: list[object] = list(timeline.spans)
+    for span in told:
+        if not isinstance(span, dict):
+            continue
+        start, end = number(span.get("start_s")), number(span.get("end_s"))
+        if start is not None and end is not None and end >= start:
+            named = {key: str(span.get(key, "")) for key in ("lane", "name")}
+            found.append({**named, "step": number(span.get("step")), "start_s": start, "end_s": end})
+    return found
+
+
+def _list_lanes(timeline: TimelineTaken) -> list[str]:
+    """The lane of the step itself, then the others as they come."""
+    lanes = dict.fromkeys(span["lane"] for span in _read_spans(timeline))
+    return sorted(lanes, key=lambda lane: lane != "step")[:6]
+
+
+def _draw_spans(
+    spans: list[tuple[int, dict[str, Any]]], heights: Mapping[tuple[int, str], int]
+) -> list[dict[str, Any]]:
+    traces: dict[str, dict[str, Any]] = {}
+    for rank, span in spans:
+        height = heights.get((rank, span["lane"]))
+        if height is None:
+            continue
+        is_step = span["lane"] == "step"
+        name = span["name"] if is_step else f"beside: {span['lane']}"
+        color = (SPAN_COLORS if is_step else BESIDE_COLORS).get(span["name"] if is_step else span["lane"], "--gray")
+        trace = traces.setdefault(name, _begin_spans(name, color, is_step))
+        trace["base"].append(round(span["start_s"] * 1e3, 4))
+        trace["x"].append(round((span["end_s"] - span["start_s"]) * 1e3, 4))
+        trace["y"].append(height)
+        trace["text"].append(label(span["name"]))
+    order = list(SPAN_COLORS)
+    return sorted(traces.values(), key=lambda trace: order.index(trace["name"]) if trace["name"] in order else 99)
+
+
+def _begin_spans(name: str, color: str, is_step: bool) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": label(name),
+        "base": [],
+        "x": [],
+        "y": [],
+        "text": [],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "textfont": {"color": "--on-faint" if color == "--faint" else "--on-color", "size": 11},
+        "width": 0.78,
+        "opacity": 1 if is_step else 0.8,
+        "marker": {"color": color, "line": {"color": "--paper", "width": 1}},
+        "hovertemplate": "%{text}: %{x:.3f} ms, from %{base:.3f}<extra></extra>",
+    }
+
+
+def _find_edges(timeline: TimelineTaken) -> list[float]:
+    """Where steps begin, the first one apart."""
+    starts: dict[float, float] = {}
+    for span in _read_spans(timeline):
+        if span["lane"] == "step" and span["step"] is not None:
+            starts[span["step"]] = min(span["start_s"], starts.get(span["step"], span["start_s"]))
+    return sorted(starts.values())[1:100]
+
+
+def _draw_edge(start_s: float) -> dict[str, Any]:
+    x = start_s * 1e3
+    line = {"color": "--ink", "width": 1, "dash": "dot"}
+    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+
+
+def _sum_spans(timeline: TimelineTaken) -> dict[str, float]:
+    """Seconds by what a step is made of."""
+    sums: dict[str, float] = {}
+    for span in _read_spans(timeline):
+        if span["lane"] == "step":
+            sums[span["name"]] = sums.get(span["name"], 0.0) + span["end_s"] - span["start_s"]
+    return sums
+
+
+def _say_timeline(timeline: TimelineTaken, total: float) -> str:
+    sums = _sum_spans(timeline)
+    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in sums.items()) if total > 0 else ""
+    beside = f": {shares}" if shares else ""
+    return f"{plural(timeline.num_steps, 'step')} of rank {timeline.rank} took {total * 1e3:,.2f} ms{beside}."
+
+
+def _tell_lanes(shown: list[TimelineTaken]) -> Numbers:
+    sums = {timeline.rank: _sum_spans(timeline) for timeline in shown}
+    names = list(dict.fromkeys(name for one in sums.values() for name in one))
+    rows = [[name, *(f"{sums[rank].get(name, 0.0) * 1e3:,.2f}" for rank in sums)] for name in names]
+    rows.append(["together", *(f"{sum(one.values()) * 1e3:,.2f}" for one in sums.values())])
+    return Numbers(["milliseconds", *(f"rank {rank}" for rank in sums)], rows)

@@ -1,0 +1,83 @@
+"""Following a run that goes on elsewhere, in this terminal."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from lockstep.errors import LockstepError
+from lockstep.events import Event, RunEnded, RunStarted, StepDone
+from lockstep.report.compare import clean
+from lockstep.report.display import Display, build_display, print_plain
+from lockstep.report.follow import Follower
+from lockstep.report.summary import split_parts
+
+POLL_S = 1.0
+
+
+def watch_terminal(source: Path, console: Console | None = None, poll_s: float = POLL_S) -> None:
+    """Show a run as it goes on, until it ends or Ctrl-C."""
+    console = console or Console()
+    follower = Follower(source)
+    folder = follower.path.parent
+    display = build_display(console, folder)
+    try:
+        events = follower.poll()
+        if not events:
+            print_plain(console, f"Waiting for the first record in {folder}; Ctrl-C ends the waiting.")
+        events = choose_recent(events)
+        while True:
+            for event in events:
+                if isinstance(event, RunStarted) and display.start:  # it was resumed meanwhile
+                    display.close()
+                    display = build_display(console, folder)
+                _show(display, event, follower.path)
+            if has_ended(events):
+                return
+            time.sleep(poll_s)
+            events = follower.poll()
+    except KeyboardInterrupt:  # the usual way to stop watching
+        return
+    finally:
+        display.close()
+        follower.close()
+
+
+def choose_recent(events: Sequence[Event]) -> list[Event]:
+    """Of a run that has gone on for long: its last part, and of that part's steps the last."""
+    parts = split_parts(events)
+    if not parts:
+        return list(events)
+    steps = [event for event in parts[-1] if isinstance(event, StepDone)]
+    return [event for event in parts[-1] if not isinstance(event, StepDone) or event is steps[-1]]
+
+
+def has_ended(events: Sequence[Event]) -> bool:
+    """Whether the last thing that happened is the end of a run."""
+    last = next((event for event in reversed(events) if isinstance(event, RunStarted | RunEnded)), None)
+    return isinstance(last, RunEnded)
+
+
+def _show(display: Display, event: Event, path: Path) -> None:
+    try:
+        display.emit(tame(event))
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        raise LockstepError(f"{path} holds a {event.kind} that this version of Lockstep cannot show.") from None
+
+
+def tame(event: Event) -> Event:
+    """The same record with nothing in it that could steer a terminal."""
+    return type(event)(**{item.name: _tame(getattr(event, item.name)) for item in fields(event)})
+
+
+def _tame(value: Any) -> Any:
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [_tame(one) for one in value]
+    if isinstance(value, dict):
+        return {clean(str(name)): _tame(one) for name, one in value.items()}
+    return value

@@ -1,0 +1,180 @@
+"""Pages in a real browser: drawn, whole at any width, silent on the console, and nothing asked of any network."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.data.generated import build_generated
+from lockstep.events import EventLog
+from lockstep.report.page.run import write_report
+from tests.engine import commands
+from tests.engine.conftest import tiny_settings
+from tests.report.browser import Page, open_browser
+from tests.report.made_run import make_run, write_run
+from tests.report.test_page import HOSTILE
+
+# How many lines, bars and maps each chart has drawn.
+DRAWN = """Object.fromEntries([...document.querySelectorAll('.plot')].map((plot) => [
+    plot.id.slice(6),
+    plot.querySelectorAll('.js-line, .scatterlayer .point, .barlayer .point path, .heatmaplayer image').length,
+]))"""
+# Boxes that lie over each other, things wider than the page, and text that a chart cuts off.
+FAULTS = """(() => {
+    const faults = [], box = (one) => one.getBoundingClientRect();
+    if (document.documentElement.scrollWidth > innerWidth) faults.push('the page is too wide');
+    const over = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1;
+    for (const family of ['header, section, footer', 'figure.chart', '.images figure', '.facts > div', '.term']) {
+        const all = [...document.querySelectorAll(family)];
+        all.forEach((one, place) => all.slice(place + 1).forEach((other) => {
+            if (over(box(one), box(other))) faults.push(`${one.textContent} lies over ${other.textContent}`);
+        }));
+    }
+    for (const plot of document.querySelectorAll('.plot')) {
+        const frame = box(plot), figure = box(plot.closest('figure'));
+        for (const text of plot.querySelectorAll('.main-svg text')) {
+            const at = box(text), isWide = at.left < figure.left || at.right > figure.right;
+            if (at.width && (isWide || at.top < frame.top - 2 || at.bottom > frame.bottom + 2)) {
+                faults.push(`${plot.id} cuts off ${text.textContent}`);
+            }
+        }
+    }
+    return faults;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that really trained."""
+    folder = tmp_path_factory.mktemp("real")
+    images = build_generated(folder / "cache", 130, 50)
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), "train.log_every=1", "train.duration=3ep"]]
+    status, out, err = commands.run("train", "quickstart", "--ranks=1", f"--out={folder / 'run'}", *settings)
+    assert status == 0, out + err
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run with every kind of record, resumed once."""
+    first = make_run(steps=600, ends=False)
+    events = [*first[: len(first) // 2], *make_run(steps=600, first=200, begun_s=1.8e9)]
+    return write_report(write_run(tmp_path_factory.mktemp("made") / "run", events))
+
+
+def check(page: Page) -> dict[str, int]:
+    """Nothing said on the console, nothing asked for, nothing over another, every chart drawn."""
+    assert page.complaints == []
+    assert [address for address in page.requests if not address.startswith(("file:", "data:", "blob:"))] == []
+    assert page.run(FAULTS) == []
+    drawn: dict[str, int] = page.run(DRAWN)
+    assert drawn
+    assert all(drawn.values()), drawn
+    return drawn
+
+
+def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
+    for width, scheme in ((1400, "light"), (400, "dark")):
+        page.show(f"file://{real}/report.html", width=width, scheme=scheme)
+        assert set(check(page)) >= {"loss", "accuracy", "lr", "throughput", "spent"}
+    summary = commands.summary(real)
+    assert page.run("lockstep.data.summary") == summary
+    assert f"{100 * float(str(summary['top1'])):.1f} %" in page.run("document.querySelector('.facts').innerText")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 400])
+def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, scheme: str) -> None:
+    page.show(f"file://{made}", width=width, scheme=scheme)
+    assert len(check(page)) == 11
+    assert page.run("document.documentElement.dataset.theme") == scheme
+    ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
+    assert _contrast(ink, paper) > 7
+
+
+def _contrast(first: str, second: str) -> float:
+    """WCAG's contrast of two colours."""
+
+    def luminance(text: str) -> float:
+        parts = [int(part) / 255 for part in text[text.index("(") + 1 : -1].split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_reader_chooses_the_axis_and_the_theme(page: Page, made: Path) -> None:
+    page.show(f"file://{made}")
+    last: Any = "document.getElementById('chart-loss').data[0].x.at(-1)"
+    assert page.run(last) == 600
+    turn = page.run("document.documentElement.dataset.drawn")
+    page.run("document.querySelector('input[value=epoch]').focus()")
+    page.run("document.querySelector('input[value=epoch]').click()")
+    page.wait(f"document.documentElement.dataset.drawn !== '{turn}'")
+    assert page.run(last) == 6
+    page.run("document.querySelector('input[value=wall]').click(); document.getElementById('theme').click()")
+    page.wait("document.documentElement.dataset.theme === 'dark'")
+    page.wait(f"{last} > 60")
+    check(page)
+    page.run("localStorage.clear()")
+
+
+def test_strangers_strings_are_text(page: Page, tmp_path: Path) -> None:
+    folder = tmp_path / "a'b\U0001f600"
+    events = make_run(steps=200, run=HOSTILE, names=[HOSTILE, *"bcdef"], device=HOSTILE, layers=[HOSTILE] * 20)
+    page.show(write_report(write_run(folder, events)).as_uri())
+    check(page)
+    assert page.run("document.querySelector('h1').textContent") == HOSTILE
+    assert page.run("document.querySelectorAll('script').length") == 4  # three of the page, and plotly
+    ticks = page.run("[...document.querySelectorAll('#chart-confusion .ytick text')].map(one => one.textContent)")
+    assert any(tick.startswith("<script>alert(1)") for tick in ticks), ticks
+
+
+def test_10000_steps_open_quickly(page: Page, tmp_path: Path) -> None:
+    report = write_report(write_run(tmp_path / "run", make_run(steps=10_000, per_epoch=500, log_every=1)))
+    assert report.stat().st_size < 8e6
+    seconds = page.show(f"file://{report}")
+    # Where other work holds the page up, the time it computed itself counts.
+    assert seconds < 3 or page.measure_work() < 3
+    check(page)
+
+
+def test_a_run_is_watched_while_it_goes_on(page: Page, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl", warn=lambda notice: None)
+    events = make_run(steps=200, ends=True)
+    process = commands.start("watch", str(tmp_path), "--web", PYTHONUNBUFFERED="1")
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().split(" at ")[1].split(",")[0]
+        page.requests.clear()
+        page.send("Page.navigate", url=address)
+        page.wait("document.querySelector('h1')?.textContent === 'Waiting for the first record'")
+        half = len(events) // 2
+        for event in events[:half]:
+            log.emit(event)
+        page.wait("document.querySelectorAll('.plot[data-drawn]').length >= 6")
+        before = page.run("document.getElementById('chart-loss').data[0].x.length")
+        for event in events[half:]:
+            log.emit(event)
+        page.wait(f"document.getElementById('chart-loss').data[0].x.length > {before}")
+        page.wait("document.querySelector('.state').textContent.startsWith('Finished')")
+        assert all(request.startswith((address, "data:", "blob:")) for request in page.requests)
+        assert page.complaints == []
+        assert page.run(FAULTS) == []
+        page.send("Page.navigate", url="about:blank")
+        process.send_signal(signal.SIGINT)
+        status, out, err = commands.finish(process, timeout_s=20)
+        assert (status, err) == (0, "")
+        assert out.strip() == ""
+    finally:
+        if process.poll() is None:
+            commands.kill_all(process)

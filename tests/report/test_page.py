@@ -1,0 +1,289 @@
+"""The page of a run: its numbers, what it leaves out, and what strangers write into records."""
+
+import contextlib
+import html
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import LockstepError
+from lockstep.events import (
+    Event,
+    LayersMeasured,
+    MistakesFound,
+    Notice,
+    PlanChosen,
+    TimelineTaken,
+    decode,
+    encode,
+    read_events,
+)
+from lockstep.report.page import document
+from lockstep.report.page.document import embed_json, encode_data
+from lockstep.report.page.live import build_state
+from lockstep.report.page.run import build_report, write_report
+from lockstep.report.run import RunSink
+from lockstep.report.summary import summarize
+from tests.engine import commands
+from tests.report.made_run import make_run, write_run
+from tests.report.records import ended, evaluated, started, stepped
+from tests.report.test_run import RUN, Listener
+
+HOSTILE = "<script>alert(1)</script>\"'&\U0001f600</script>\u2028--red"
+
+
+def read_data(page: str) -> Any:
+    """What the page's script is given."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def read_text(page: str) -> str:
+    """What a reader sees, tags left out."""
+    body = re.sub(r"<(script|style).*?</\1>", " ", page[page.index("<body>") :], flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
+
+
+def list_sections(page: str) -> list[str]:
+    return re.findall(r'<section id="([^"]+)"', page)
+
+
+def test_the_numbers_are_those_of_the_summary() -> None:
+    events = make_run(steps=300)
+    page, summary = build_report(events), summarize(events)
+    assert read_data(page)["summary"] == json.loads(json.dumps(summary))
+    text = read_text(page)
+    assert f"Top-1 {100 * summary['top1']:.1f} % top-5 {100 * summary['top5']:.1f} %" in text
+    assert f"T {summary['T']:,.0f} images/s = S {summary['S']:,.0f} images/s of one rank alone" in text
+    assert f"N {summary['N']} ranks · e {100 * summary['e']:.1f} % scaling efficiency" in text
+
+
+def test_a_whole_run_has_every_section() -> None:
+    page = build_report(make_run(steps=300))
+    wanted = ["curves", "spent", "timeline", "plan", "layers", "mistakes", "ledger", "energy", "warnings"]
+    assert list_sections(page) == [*wanted, "settings", "environment"]
+    names = [chart["name"] for chart in read_data(page)["charts"]]
+    curves = ["loss", "accuracy", "lr", "throughput", "loss-scale", "noise-scale"]
+    assert names == [*curves, "spent", "timeline", "gradient-norms", "trust-ratios", "confusion"]
+    assert page.count('<img src="data:image/jpeg') == 16
+    assert "Rank 1 held the others up" in page
+
+
+def test_what_was_not_told_is_not_there() -> None:
+    page = build_report([started(config={})])
+    assert list_sections(page) == ["environment"]
+    assert "did not end" in read_text(page)
+    page = build_report([started(), stepped(10, 1005), ended(10, 1006, 6.0)])
+    assert list_sections(page) == ["curves", "spent", "settings", "environment"]
+    assert [chart["name"] for chart in read_data(page)["charts"]] == ["loss", "accuracy", "lr", "throughput", "spent"]
+
+
+def test_every_chart_has_a_sentence_that_says_the_same() -> None:
+    page = build_report(make_run(steps=300))
+    for chart in read_data(page)["charts"]:
+        says = re.search(rf'<p id="{chart["name"]}-says">([^<]+)</p>', page)
+        assert says
+        assert says[1].endswith(".")
+        assert f'aria-describedby="{chart["name"]}-says"' in page
+
+
+def test_ids_are_unique() -> None:
+    names = re.findall(r'<[^>]* id="([^"]+)"', build_report(make_run(steps=300)))
+    assert len(names) == len(set(names))
+
+
+def test_a_log_cut_off_in_mid_line_still_makes_a_page(tmp_path: Path) -> None:
+    events = make_run(steps=300, ends=False)
+    run = write_run(tmp_path / "run", events, tail='{"kind":"StepDone","time_s":179')
+    page = write_report(run).read_text()
+    assert "This run did not end: its log stops after" in read_text(page)
+    assert {"curves", "spent"} <= set(list_sections(page))
+
+
+def test_a_resume_is_marked_and_repeated_steps_are_drawn_once() -> None:
+    events = [*make_run(steps=300, ends=False), *make_run(steps=300, first=200, begun_s=1.8e9)]
+    loss = next(chart for chart in read_data(build_report(events))["charts"] if chart["name"] == "loss")
+    steps = loss["traces"][0]["at"]["step"]
+    assert steps == sorted(set(steps))
+    assert [mark["at"]["step"] for mark in loss["marks"]] == [200]
+
+
+def test_long_runs_are_thinned_but_keep_their_extremes() -> None:
+    events = [started(steps_total=50_000)]
+    events += [replace(stepped(step, 1000 + step), loss=99.0 if step == 777 else 1.0) for step in range(1, 9000)]
+    loss = read_data(build_report(events))["charts"][0]["traces"][0]
+    assert len(loss["y"]) <= 2000
+    assert max(loss["y"]) == 99.0
+
+
+def test_marks_lie_on_the_curve_of_throughput() -> None:
+    events = [
+        started(),
+        stepped(10, 1005, 0.5),
+        stepped(20, 1009, 0.4),
+        evaluated(15, 1007, 0.5),
+        evaluated(30, 1012, 0.5),
+    ]
+    charts = {chart["name"]: chart for chart in read_data(build_report(events))["charts"]}
+    assert charts["throughput"]["traces"][1]["y"] == [72.0, 80.0]  # half-way from 64 to 80, and at the end
+
+
+def test_hostile_text_is_text() -> None:
+    events = make_run(steps=200, run=HOSTILE, names=[HOSTILE, "b", "c"], device=HOSTILE, recipe=HOSTILE)
+    events = [replace(event, text=HOSTILE) if isinstance(event, Notice) else event for event in events]
+    events = [_spoil_plan(event) for event in events]
+    page = build_report(events)
+    assert "alert(1)</script>" not in page
+    assert page.count("<script") == 3
+    assert page.count("</script>") == 3
+    assert html.escape(HOSTILE) in page
+    assert HOSTILE.replace("\u2028", " ") in read_text(page)
+    assert "\u2028" not in page[page.index('id="data"') : page.index('id="plotly"')]
+
+
+def _spoil_plan(event: Event) -> Event:
+    if isinstance(event, PlanChosen):
+        return replace(event, execution=HOSTILE, trials=[{**trial, "rule": HOSTILE} for trial in event.trials])
+    return event
+
+
+@pytest.mark.parametrize("value", [None, 7, -1, "x", [], {}, [1], [[1]], [["a", "b", "c"]], [{"a": 1}], [None, True]])
+def test_records_of_any_shape_make_a_page(value: Any) -> None:
+    run = make_run(steps=100)
+    if isinstance(value, list):
+        spoiled: list[Event] = [
+            LayersMeasured(step=5, weight_norms=value, gradient_norms=value, trust_ratios=value),
+            TimelineTaken(rank=0, first_step=1, num_steps=1, seconds=0.0, spans=value),
+            MistakesFound(step=5, confusion=value, worst=value),
+            replace(next(event for event in run if isinstance(event, PlanChosen)), trials=value),
+        ]
+        build_report([run[0], *spoiled])
+    spans = [{"lane": value, "name": value, "step": value, "start_s": 0.0, "end_s": 1.0}]
+    worst = [{"name": value, "label": value, "predicted": value, "confidence": value, "jpeg": value}]
+    build_report(
+        [
+            started(config={"train": value, "model": value, "x": {"y": value}}, class_names=[value], layers=[value]),
+            TimelineTaken(rank=0, first_step=1, num_steps=1, seconds=1.0, spans=spans),
+            MistakesFound(step=5, confusion=[], worst=worst),
+            *run[1:],
+        ]
+    )
+
+
+SPOILED = [
+    *(None, True, 0, -1, 2**62, -(2**62), 1e300, -1e300, 5e-324, "", "<b>", "\ud800", "\u2028"),
+    *([], [[]], {}, {"a": {}}, [None], [1e308] * 3, ["a"] * 3, [[0, 1, 5]], [[0, 1, 2**62]]),
+]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_spoiled_records_make_a_page_or_one_sentence(seed: int) -> None:
+    """Values of the wrong size, sign and shape, deep inside records whose fields are of the right kind."""
+    rule = random.Random(seed)
+
+    def spoil(value: Any) -> Any:
+        if rule.random() < 0.15:
+            return rule.choice(SPOILED)
+        if isinstance(value, dict):
+            return {name: spoil(one) for name, one in value.items()}
+        return [spoil(one) for one in value] if isinstance(value, list) and len(value) < 200 else value
+
+    events = []
+    for event in make_run(steps=60, per_epoch=20, log_every=10):
+        told = json.loads(encode(event))
+        spoiled = {name: spoil(value) if rule.random() < 0.25 else value for name, value in told.items()}
+        try:
+            decoded = decode(json.dumps(spoiled | {"kind": event.kind}))
+        except TypeError:  # refused when it is read
+            continue
+        events += [decoded] if decoded else []
+    for build in (build_report, lambda events: encode_data(build_state(events))):
+        with contextlib.suppress(LockstepError):  # where the very first record was refused
+            build(events)
+
+
+def test_data_can_lie_in_a_script() -> None:
+    text = embed_json({"a": "</script><!--\u2028&"})
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": "</script><!--\u2028&"}
+
+
+def test_the_page_forbids_itself_everything_else() -> None:
+    page = build_report(make_run(steps=100))
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]+)"', page)[1])  # type: ignore[index]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]
+    assert "http" not in re.sub(r"http-equiv", "", page[: page.index('id="plotly"')])
+
+
+def test_10000_steps_are_less_than_8_mb() -> None:
+    page = build_report(make_run(steps=10_000, per_epoch=500, log_every=1))
+    assert len(page.encode()) < 8e6
+
+
+def test_a_run_leaves_its_page(tmp_path: Path) -> None:
+    sink = RunSink(tmp_path, Listener())
+    for event in RUN:
+        sink.emit(event)
+    sink.close()
+    assert "Finished after 0:21" in (tmp_path / "report.html").read_text()
+
+
+def test_without_plotly_a_run_gives_notice_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document.importlib.util, "find_spec", lambda name: None)
+    document.read_plotly.cache_clear()
+    display = Listener()
+    sink = RunSink(tmp_path, display)
+    for event in RUN:
+        sink.emit(event)
+    sink.close()
+    document.read_plotly.cache_clear()
+    (notice,) = (event for event in display.heard if isinstance(event, Notice))
+    assert "pip install plotly" in notice.text
+    assert display.heard[-1] == RUN[-1]
+    assert not (tmp_path / "report.html").exists()
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_fault_in_a_drawing_costs_the_page_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ZeroDivisionError("by design")
+
+    monkeypatch.setattr("lockstep.report.page.run.build_document", fail)
+    display = Listener()
+    sink = RunSink(tmp_path, display)
+    for event in RUN:
+        sink.emit(event)
+    sink.close()
+    assert "a fault in Lockstep (ZeroDivisionError: by design)" in str(display.heard)
+    assert display.heard[-1] == RUN[-1]
+
+
+def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [started(), evaluated(10, 1005, 0.5), ended(10, 1006, 6.0)])
+    assert commands.run("report", str(run), "--out", str(tmp_path / "a.html"))[0] == 0
+    assert commands.run("report", str(run / "events.jsonl"))[0] == 0
+    assert (tmp_path / "a.html").read_bytes() == (run / "report.html").read_bytes()
+    for arguments in ([str(tmp_path / "none")], [str(run), "--out", str(tmp_path / "no" / "a.html")]):
+        status, _, err = commands.run("report", *arguments)
+        assert status == 1
+        assert err.count("\n") == 1
+        assert "Cannot" in err
+
+
+def test_an_empty_log_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("")
+    with pytest.raises(LockstepError, match="holds no run"):
+        write_report(tmp_path)
+
+
+def test_records_read_back_make_the_same_page(tmp_path: Path) -> None:
+    events = make_run(steps=200)
+    assert build_report(read_events(write_run(tmp_path / "run", events))) == build_report(events)
