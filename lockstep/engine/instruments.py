@@ -56,13 +56,11 @@ class Cadence:
 class Instruments:
     """One rank's instruments; every rank has them, and rank 0 speaks."""
 
-    def __init__(
-        self, parts: Parts, world: World, sink: Sink, *, start_step: int, total_steps: int, log_every: int
-    ) -> None:
+    def __init__(self, parts: Parts, world: World, sink: Sink, cadence: Cadence) -> None:
         self._parts = parts
         self._world = world
         self._sink = sink
-        self._cadence = Cadence(start_step, total_steps, log_every)
+        self._cadence = cadence
         self._noise = NoiseScale()
         self._timeline: Timeline | None = None
         self.energy = Energy(world)

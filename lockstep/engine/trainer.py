@@ -23,7 +23,7 @@ from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
-from lockstep.engine.instruments import Instruments
+from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
 from lockstep.engine.opening import describe_start
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
@@ -100,14 +100,8 @@ class Trainer:
                 self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
             )
         )
-        self.instruments = Instruments(
-            self.parts,
-            self.world,
-            self.sink,
-            start_step=self.state.step,
-            total_steps=self.total_steps,
-            log_every=self.config.train.log_every,
-        )
+        cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every)
+        self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:
             chosen = self._choose_plan()
             step = self._apply(chosen.plan)

@@ -1,0 +1,157 @@
+"""What a run's instruments cost: the same steps with and without them, in turns, on all ranks.
+
+A turn is ten steps that end with a record, as in training. A run measures its layers at about a hundred records and
+draws two timelines, whatever its length. Here both happen at every record, which is the most that they can cost; the
+last column says what is left of it in a run of ten thousand steps.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.bench.results import check_files, write_rows
+from lockstep.comm.world import World, join_world, read_membership
+from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.data.pipeline import Batch
+from lockstep.engine.apply import Step, apply_plan
+from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
+from lockstep.engine.instruments import MOST_MEASURED, Cadence, Instruments
+from lockstep.engine.launch import launch_ranks
+from lockstep.engine.measure import fake_batch
+from lockstep.engine.planning import choose_plan
+from lockstep.engine.timeline import NUM_STEPS
+from lockstep.events import Event
+from lockstep.optim.schedule import Schedule
+
+TURN_STEPS = 10
+RUN_STEPS = 10_000
+CLASSES = 100
+OFF, CUTS, LAYERS, TIMELINE = "off", "on, nothing due", "layers and noise", "timeline"
+
+
+class _Every(Cadence):
+    """Something is due at every record, or nothing ever."""
+
+    def __init__(self, due: str) -> None:
+        super().__init__(0, RUN_STEPS, TURN_STEPS)
+        self._due = due
+
+    def is_measured(self, step: int) -> bool:
+        return self._due == LAYERS and step % TURN_STEPS == 0
+
+    def begins_timeline(self, step: int) -> bool:
+        return self._due == TIMELINE and (step + NUM_STEPS - 1) % TURN_STEPS == 0
+
+    def ends_timeline(self, step: int) -> bool:
+        return self._due == TIMELINE and step % TURN_STEPS == 0
+
+
+class _Nobody:
+    """Hears everything and keeps nothing."""
+
+    def emit(self, event: Event) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side: seconds a step, and the median of its ratios to the turn without instruments beside it."""
+
+    side: str
+    step_s: float
+    ratio: float
+    share_of_run: float  # what it adds to a run of ten thousand steps
+
+
+def run_parent(
+    ranks: int, *, model: str, batch: int, image_size: int, rounds: int, json_file: Path | None = None
+) -> None:
+    """Start the ranks, or be one of them."""
+    check_files(json_file, None)
+    membership = read_membership(os.environ)
+    if membership is None and ranks > 1:
+        arguments = ["bench", "instruments", f"--model={model}", f"--batch={batch}", f"--image-size={image_size}"]
+        arguments += [f"--rounds={rounds}", *([f"--json={json_file}"] if json_file else [])]
+        sys.exit(launch_ranks(ranks, arguments))
+    with join_world(membership) as world:
+        rows = measure(world, model, batch, image_size, rounds)
+    if world.is_first:
+        Console().print(
+            build_table(rows, f"{model}, {world.size} × {batch} images of {image_size} pixels, {rounds} turns")
+        )
+        if json_file:
+            write_rows(json_file, [asdict(row) for row in rows])
+
+
+def measure(world: World, model: str, batch: int, image_size: int, rounds: int) -> list[Row]:
+    """All sides in turns; every rank must call it."""
+    config = RunConfig(
+        data=DataConfig(image_size=image_size),
+        model=ModelConfig(name=model),  # type: ignore[arg-type]
+        optim=OptimConfig(name="lars", lr=0.1),
+        precision=PrecisionConfig(compute="fp16" if world.device.type == "cuda" else "fp32"),
+        train=TrainConfig(global_batch=batch * world.size, duration="1ep", max_batch_per_rank=batch),  # type: ignore[arg-type]
+    )
+    set_number_formats(config.precision)
+    parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", 0.1, total_steps=1))
+    chosen = choose_plan(config, parts, world)
+    step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, batch, batch * world.size)
+    images = fake_batch(config, world)
+    sides = {OFF: None} | {due: Instruments(parts, world, _Nobody(), _Every(due)) for due in (CUTS, LAYERS, TIMELINE)}
+    times: dict[str, list[float]] = {side: [] for side in sides}
+    for number in range(rounds + 1):
+        for side, instruments in sides.items():
+            seconds = _take_turn(parts, step, images, instruments)
+            if number:  # the first is for kernels to be chosen, and for the recording
+                times[side].append(seconds)
+    if parts.hybrid:
+        parts.hybrid.close()
+    return build_rows(times)
+
+
+def _take_turn(parts: Parts, step: Step, images: Batch, instruments: Instruments | None) -> float:
+    """Seconds a step of ten that end with a record."""
+    parts.clock.take()
+    start = time.perf_counter()
+    for number in range(1, TURN_STEPS + 1):
+        if instruments:
+            instruments.begin_step(number)
+        parts.clock.mark("input")
+        step(images, 0.01, False)
+        if number == TURN_STEPS:
+            parts.clock.take()
+            if instruments:
+                instruments.report(number, images)
+        parts.clock.mark("other")
+    return (time.perf_counter() - start) / TURN_STEPS
+
+
+def build_rows(times: dict[str, list[float]]) -> list[Row]:
+    """The medians, each side against the turns without instruments."""
+    often = {OFF: 0.0, CUTS: 1.0, LAYERS: MOST_MEASURED * TURN_STEPS / RUN_STEPS, TIMELINE: 2 * TURN_STEPS / RUN_STEPS}
+    rows = []
+    for side, values in times.items():
+        ratio = median(value / off for value, off in zip(values, times[OFF], strict=True))
+        rows.append(Row(side, median(values), ratio, (ratio - 1) * often[side]))
+    return rows
+
+
+def build_table(rows: Sequence[Row], title: str) -> Table:
+    """The rows for people."""
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    table.add_column("instruments", no_wrap=True)
+    for heading in ("ms a step", "ratio", f"of {RUN_STEPS:,} steps"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(row.side, f"{1e3 * row.step_s:.2f}", f"{row.ratio:.4f}", f"{100 * row.share_of_run:+.2f} %")
+    return table
