@@ -16,6 +16,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, quit_on_interrupt
 from lockstep.recipes import read
+from lockstep.report.export_commands import exports
 from lockstep.restarts import count_restarts, leave_outcome
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ app.add_typer(recipes, name="recipes")
 data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+app.add_typer(exports)
 
 
 def main() -> None:
