@@ -29,6 +29,20 @@ def trace_command(
     print(f"Wrote {spans:,} spans to {file}; open it in ui.perfetto.dev.")
 
 
+@exports.command("mlperf")
+def mlperf_command(
+    run: Run,
+    file: Annotated[Path | None, typer.Argument(help="RUN/mlperf.log if not given.", metavar="FILE")] = None,
+) -> None:
+    """Write a run as MLPerf's log lines; MLPERF_SUBMISSION_ORG, _PLATFORM, _DIVISION and _STATUS say whose it is."""
+    from lockstep.events import read_events
+    from lockstep.report.mlperf import write_mlperf
+
+    file = file or run / "mlperf.log"
+    count = write_mlperf(file, read_events(run))
+    print(f"Wrote {count:,} lines to {file}.")
+
+
 def _write(file: Path, text: str) -> None:
     try:
         write_whole(file, text)
