@@ -18,6 +18,7 @@ from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
 
 MOST_MEASURED = 100  # steps of a run whose layers are measured, but for the first few
+LEAST_STEPS = 10  # from one to the next: under a rule without norms of its own it costs some percent of a small step
 FIRST_RECORDS = 5
 STEADY_STEPS = 12  # before a timeline: by then kernels are chosen, the step is recorded, the input is ahead
 LATE_SHARE = 0.9  # of the run, when a second timeline is taken
@@ -29,7 +30,7 @@ class Cadence:
 
     def __init__(self, start_step: int, total_steps: int, log_every: int) -> None:
         self._start, self._total, self._every = start_step, total_steps, log_every
-        self._stride = log_every * max(1, -(-total_steps // log_every // MOST_MEASURED))
+        self._stride = log_every * max(-(-LEAST_STEPS // log_every), -(-total_steps // log_every // MOST_MEASURED))
         # Each ends with a step that ends with a record, as the last one does.
         first = min(total_steps, -(-(start_step + STEADY_STEPS) // log_every) * log_every)
         late = int(LATE_SHARE * total_steps) // log_every * log_every

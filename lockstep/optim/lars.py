@@ -44,6 +44,8 @@ class Lars(Rule):
         slots = self.segments
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
         self._trust = trust = self._ratios(w_norm, g_norm)
+        if self.measures:
+            self._seen = w_norm, g_norm
 
         slots.add_decay(gradients, weights, self.weight_decay)
         slots.scale(gradients, lr * trust)
@@ -51,6 +53,9 @@ class Lars(Rule):
         for update, v in zip(gradients, momentum, strict=True):
             torch.add(update, v, alpha=self.momentum, out=v)
         torch._foreach_sub_(weights, momentum)
+
+    def _look(self, weights: Slots, gradients: Slots) -> None:
+        """An update needs the norms anyway, and keeps them itself."""
 
     def _ratios(self, w_norm: Tensor, g_norm: Tensor) -> Tensor:
         decayed_norm = g_norm + self.weight_decay * self.segments.decay * w_norm

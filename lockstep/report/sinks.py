@@ -223,9 +223,15 @@ def parse_viewers(text: str) -> list[str]:
         if name not in VIEWERS:
             raise LockstepError(f"--log knows no {name!r}; give one or more of {', '.join(VIEWERS)}.")
         package = VIEWERS[name][1]
-        if package and importlib.util.find_spec(package) is None:
+        if package and not is_installed(package):
             raise LockstepError(f"--log {name} needs the package {package}; install it with: pip install {package}")
     return names
+
+
+def is_installed(package: str) -> bool:
+    """Whether there is such a package, and not only a folder of that name: wandb leaves one wherever it runs."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def open_viewers(names: list[str], folder: Path) -> "list[Behind]":

@@ -11,7 +11,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import Event, LayersMeasured, Notice, read_events
 from lockstep.report import sinks
 from lockstep.report.run import RunSink, SilentSink
-from lockstep.report.sinks import Behind, measure, open_viewers, parse_viewers, read_name, write_name
+from lockstep.report.sinks import Behind, is_installed, measure, open_viewers, parse_viewers, read_name, write_name
 from tests.report.records import ended, evaluated, started, stepped
 
 CONFIG = {"train": {"seed": 3, "eval_every": "1ep"}, "optim": {"lr": 0.1}}
@@ -54,6 +54,13 @@ def test_a_package_that_is_not_there_is_a_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sinks.VIEWERS, "wandb", (sinks.Wandb, "no_such_package"))
     with pytest.raises(LockstepError, match=r"--log wandb needs the package no_such_package; install it with: pip"):
         parse_viewers("wandb")
+
+
+def test_a_folder_that_a_viewer_left_behind_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "left_behind").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not is_installed("left_behind")
+    assert is_installed("json")
 
 
 def test_every_number_has_a_name_and_none_is_not_finite() -> None:
