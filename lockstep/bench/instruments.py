@@ -3,16 +3,20 @@
 A turn is ten steps that end with a record, as in training. A run measures its layers at about a hundred records and
 draws two timelines, whatever its length. Here both happen at every record, which is the most that they can cost; the
 last column says what is left of it in a run of ten thousand steps.
+
+On a CPU the pieces are timed by themselves too, in CPU seconds of their thread beside those of a step: a fraction of a
+percent cannot be told from the noise of whole turns.
 """
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -27,11 +31,13 @@ from lockstep.engine.launch import launch_ranks
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.planning import choose_plan
 from lockstep.engine.timeline import NUM_STEPS
+from lockstep.engine.timing import KINDS
 from lockstep.events import Event
 from lockstep.optim.schedule import Schedule
 
 TURN_STEPS = 10
 RUN_STEPS = 10_000
+PIECE_ROUNDS, PIECE_TURNS = 15, 1000
 CLASSES = 100
 OFF, CUTS, LAYERS, TIMELINE = "off", "on, nothing due", "layers and noise", "timeline"
 
@@ -86,17 +92,19 @@ def run_parent(
         arguments += [f"--rounds={rounds}", *([f"--json={json_file}"] if json_file else [])]
         sys.exit(launch_ranks(ranks, arguments))
     with join_world(membership) as world:
-        rows = measure(world, model, batch, image_size, rounds)
+        rows, pieces = measure(world, model, batch, image_size, rounds)
     if world.is_first:
-        Console().print(
-            build_table(rows, f"{model}, {world.size} × {batch} images of {image_size} pixels, {rounds} turns")
-        )
+        console = Console()
+        title = f"{model}, {world.size} × {batch} images of {image_size} pixels, {rounds} turns"
+        console.print(build_table(rows, title))
+        for name, seconds in pieces.items():
+            console.print(f"{1e3 * seconds:10.4f} ms of its thread's CPU  {name}", highlight=False)
         if json_file:
-            write_rows(json_file, [asdict(row) for row in rows])
+            write_rows(json_file, [*(asdict(row) for row in rows), {"piece_cpu_s": pieces}])
 
 
-def measure(world: World, model: str, batch: int, image_size: int, rounds: int) -> list[Row]:
-    """All sides in turns; every rank must call it."""
+def measure(world: World, model: str, batch: int, image_size: int, rounds: int) -> tuple[list[Row], dict[str, float]]:
+    """All sides in turns, and their pieces by themselves; every rank must call it."""
     config = RunConfig(
         data=DataConfig(image_size=image_size),
         model=ModelConfig(name=model),  # type: ignore[arg-type]
@@ -116,9 +124,54 @@ def measure(world: World, model: str, batch: int, image_size: int, rounds: int) 
             seconds = _take_turn(parts, step, images, instruments)
             if number:  # the first is for kernels to be chosen, and for the recording
                 times[side].append(seconds)
+    pieces = measure_pieces(parts, world, step, images) if world.device.type == "cpu" and world.size == 1 else {}
     if parts.hybrid:
         parts.hybrid.close()
-    return build_rows(times)
+    return build_rows(times), pieces
+
+
+def measure_pieces(parts: Parts, world: World, step: Step, images: Batch) -> dict[str, float]:
+    """CPU seconds of what instruments do, each by itself, on one thread beside a step on one thread."""
+    idle, timeline = (Instruments(parts, world, _Nobody(), _Every(due)) for due in (CUTS, TIMELINE))
+    slots = parts.rule.segments.split(parts.weights)
+
+    def do_nothing() -> None:
+        for _ in range(PIECE_TURNS):
+            idle.begin_step(1)
+            parts.clock.cut("forward")
+            parts.clock.cut("backward")
+
+    def draw() -> None:
+        timeline.begin_step(TURN_STEPS - NUM_STEPS + 1)
+        for _ in range(NUM_STEPS):
+            for kind in KINDS:
+                parts.clock.mark(kind)
+        parts.clock.take()
+        timeline.report(TURN_STEPS, images)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a thread's seconds are all there are then
+    try:
+        return {
+            "a step": _time_cpu(lambda: step(images, 0.01, False)),
+            "what every step pays, nothing being due": _time_cpu(do_nothing) / PIECE_TURNS,
+            "norms of all layers, where the rule has none of its own": _time_cpu(
+                lambda: [parts.rule.segments.norms(slots) for _ in range(2)]
+            ),
+            "a timeline": _time_cpu(draw),
+        }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _time_cpu(work: Callable[[], object]) -> float:
+    """The median of a few."""
+    seconds = []
+    for _ in range(PIECE_ROUNDS):
+        start = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - start)
+    return median(seconds)
 
 
 def _take_turn(parts: Parts, step: Step, images: Batch, instruments: Instruments | None) -> tuple[float, float]:

@@ -31,7 +31,7 @@ class Nvml:
 
     def __init__(self, device: torch.device) -> None:
         """OSError or AttributeError where there is no such driver; RuntimeError where the device does not tell."""
-        self.name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        self.name = f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"
         self._library = ctypes.CDLL("libnvidia-ml.so.1")
         self._handle = ctypes.c_void_p()
         _check(self._library.nvmlInit_v2())
