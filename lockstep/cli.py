@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
 from lockstep.recipes import read
+from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
 from lockstep.restarts import count_restarts, leave_outcome
 
@@ -37,6 +39,7 @@ data = typer.Typer(help="Pack images into shards, check them, and say what they 
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 add_page_commands(app)
+app.add_typer(exports)
 
 
 def main() -> None:
@@ -89,8 +92,12 @@ def train(
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks are started again, from where they were, when one is lost.")
     ] = 0,
+    log: Annotated[str, typer.Option(help="Also log to tensorboard, wandb, mlflow, mlperf; several by commas.")] = "",
 ) -> None:
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
+    from lockstep.report.sinks import parse_viewers
+
+    viewers = parse_viewers(log)
     resume = resume or _was_begun(target, out)
     name, folder, wanted = _plan_run(target, settings or [], out, resume=resume)
 
@@ -118,7 +125,7 @@ def train(
                 prepare_folder(folder)
             if most > 1 or restarts:
                 arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
-                arguments += [f"--set={setting}" for setting in settings or []]
+                arguments += [f"--set={setting}" for setting in settings or []] + ([f"--log={log}"] if log else [])
                 with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
                     try:
                         status = launch_ranks(template, (least, most), arguments, restarts)
@@ -127,7 +134,8 @@ def train(
                 raise typer.Exit(status)
     elif ranks is not None and ranks != str(membership.size):
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
-    status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=_open_sink)
+    open_sink = partial(_open_sink, viewers=viewers)
+    status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=open_sink)
     if status_word == "interrupted":
         raise typer.Exit(leave_outcome(130, os.environ))
 
@@ -231,12 +239,15 @@ def _find_last_run(target: str) -> Path:
     return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
 
 
-def _open_sink(world: "World", folder: Path) -> "Sink":
+def _open_sink(world: "World", folder: Path, viewers: list[str]) -> "Sink":
     """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
     from lockstep.report.display import build_display
     from lockstep.report.run import RunSink, SilentSink
+    from lockstep.report.sinks import open_viewers
 
-    return RunSink(folder, build_display(Console(), folder)) if world.is_first else SilentSink()
+    if not world.is_first:
+        return SilentSink()
+    return RunSink(folder, build_display(Console(), folder), open_viewers(viewers, folder))
 
 
 @recipes.callback()

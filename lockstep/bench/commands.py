@@ -258,3 +258,18 @@ def virtual_command(
     from lockstep.bench.network import parse_slow, run_parent
 
     run_parent(nodes=nodes, gbit_per_s=gbit_per_s, delay_ms=delay_ms, slow=parse_slow(slow or []))
+
+
+@bench.command("instruments")
+def instruments_command(
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this machine.")] = 1,
+    model: Annotated[str, typer.Option(help="alexnet, or a ResNet such as resnet50.")] = "resnet18",
+    batch: Annotated[int, typer.Option(min=1, help="Images of a rank.")] = 32,
+    image_size: Annotated[int, typer.Option(min=1, help="Side of the images, in pixels.")] = 64,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 20,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """What measuring layers, noise and timelines costs a step: with it and without it, in turns."""
+    from lockstep.bench.instruments import run_parent
+
+    run_parent(ranks, model=model, batch=batch, image_size=image_size, rounds=rounds, json_file=json_file)

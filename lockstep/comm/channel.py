@@ -31,14 +31,16 @@ class Pending:
         self._is_over = threading.Event()
         self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
-        self.begun: Moment | None = None  # on a GPU, where the channel is told to time its work
+        self.begun: Moment | None = None  # where the channel is told to time its work
         self.done: Moment | None = None
 
     def run(self, stream: torch.cuda.Stream | None, *, timed: bool = False) -> BaseException | None:
         """Do the work, on `stream` where there is one; what it raises is returned and comes out of `wait`."""
         try:
             if stream is None:
+                self.begun = take_moment(on_gpu=False) if timed else None
                 self._function()
+                self.done = take_moment(on_gpu=False) if timed else None
             else:
                 with torch.cuda.stream(stream):
                     self.begun = take_moment(on_gpu=True) if timed else None
@@ -75,7 +77,7 @@ class Channel:
     def __init__(self, device: torch.device) -> None:
         # First in line whenever the device has room for another kernel: all ranks wait for what is sent.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self.times = False  # on a GPU, whether work notes when it began and ended on the device
+        self.times = False  # whether work notes when it began and ended, on a GPU by the device's clock
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

@@ -4,17 +4,20 @@ All ranks run the same choices in the same order on one channel, so the result d
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
-from lockstep.comm.channel import Channel
+from lockstep.comm.channel import Channel, Pending
 from lockstep.comm.cost import FLAT, Choice
+from lockstep.comm.moment import Moment, take_moment
 from lockstep.comm.topology import Topology, plan_groups
 from lockstep.comm.wire import Wire
+
+PIECE = 1 << 16  # elements whose squares are added up at a time
 
 
 class Sum(Protocol):
@@ -23,8 +26,31 @@ class Sum(Protocol):
     def wait(self) -> object: ...
 
 
+class TimedWork:
+    """PyTorch's own all-reduce on its way, and when it began and ended."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self.begun: Moment | None = take_moment(on_gpu=False)
+        self.done: Moment | None = None
+        work.get_future().then(self._note_end)
+
+    def wait(self) -> object:
+        done = self._work.wait()
+        self._note_end(None)  # the thread that is to note it may not have come to it yet
+        return done
+
+    def _note_end(self, _future: object) -> None:
+        self.done = self.done or take_moment(on_gpu=False)
+
+
 class Hybrid:
     """Sums buffers over all ranks, each by its own choice of algorithm and group size."""
+
+    # Lists for what somebody wants to know of the sums that are started: when each began and ended (the channel must
+    # time its work), and the squares of this rank's own gradients in each buffer before it was summed.
+    timed: list[Pending | TimedWork] | None = None
+    squares: list[Tensor] | None = None
 
     def __init__(
         self, topology: Topology, rank: int, device: torch.device, wire: Wire, timeout_s: float | None = None
@@ -66,11 +92,26 @@ class Hybrid:
 
         The last `num_exact` elements travel in FP32 whatever the wire. On a GPU the sum begins after the event `after`.
         """
+        squares = self.squares
         if self._is_left_to_torch:
+            if squares is not None:
+                squares.append(sum_squares(buffer, num_exact))
             work: Sum | None = dist.all_reduce(buffer, async_op=True)
             assert work is not None
-            return work
-        return self.channel.submit(lambda: self.run(buffer, choice, num_exact), after)
+            if self.timed is None:
+                return work
+            self.timed.append(TimedWork(work))
+            return self.timed[-1]
+
+        def run() -> None:
+            if squares is not None:
+                squares.append(sum_squares(buffer, num_exact))
+            self.run(buffer, choice, num_exact)
+
+        pending = self.channel.submit(run, after)
+        if self.timed is not None:
+            self.timed.append(pending)
+        return pending
 
     def run(self, buffer: Tensor, choice: Choice, num_exact: int = 0) -> None:
         """Sum a buffer in place, here and now."""
@@ -81,3 +122,9 @@ class Hybrid:
         self.channel.close()
         for window in {groups.window for groups in self._groups.values() if groups.window}:
             window.close()
+
+
+def sum_squares(buffer: Tensor, num_exact: int) -> Tensor:
+    """The sum of a buffer's squares without its last `num_exact` elements; in pieces, as a CPU adds up in FP32."""
+    pieces = list(buffer[: buffer.numel() - num_exact].split(PIECE)) or [buffer[:0]]
+    return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32)).double().square().sum()

@@ -1,6 +1,6 @@
 """Where a run's time went: windows of steps, T = S · N · e, and who held the others up (step 10 on the walk)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, ty
 from lockstep.comm.topology import Topology
 from lockstep.comm.world import World
 from lockstep.engine.timing import Kind
+from lockstep.events import CheckpointSaved, Evaluated, Event
 
 TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
 
@@ -55,6 +56,15 @@ class Balance(NamedTuple):
     share_input: float
 
 
+@dataclass
+class Beside:
+    """Seconds of a run that were no steps."""
+
+    startup_s: float = 0.0  # from the start to the first step
+    evaluate_s: float = 0.0
+    checkpoint_s: float = 0.0
+
+
 class Account:
     """Counts steps into the window since the last record, and windows into the run."""
 
@@ -63,6 +73,24 @@ class Account:
         self._later = Window()  # all later ones
         self._rank_times: list[RankTimes] = []  # of every window
         self.window = Window()  # since the last record
+        self._beside = Beside()
+
+    def hear(self, event: Event) -> None:
+        """What a run says of itself also tells what took time beside the steps."""
+        match event:
+            case Evaluated():
+                self._beside.evaluate_s += event.seconds
+            case CheckpointSaved():
+                self._beside.checkpoint_s += event.seconds
+
+    def note_startup(self, seconds: float) -> None:
+        """The first step is about to begin."""
+        self._beside.startup_s = seconds
+
+    def beside(self) -> Beside:
+        """What was no step; the first one, which the balance leaves out unless it was the only one, is start-up."""
+        first_s = self._first.total_s if self._later.images else 0.0
+        return replace(self._beside, startup_s=self._beside.startup_s + first_s)
 
     @property
     def is_empty(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.data.pipeline import Batch
+from lockstep.engine.mistakes import Mistakes
 from lockstep.optim.loss import count_correct, cross_entropy_sum
 
 
@@ -31,8 +32,17 @@ class Accuracy:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], world: World, dtype: torch.dtype = torch.float32) -> Accuracy:
-    """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode."""
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    world: World,
+    dtype: torch.dtype = torch.float32,
+    mistakes: Mistakes | None = None,
+) -> Accuracy:
+    """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode.
+
+    `mistakes` takes note of every answer, where somebody wants to know.
+    """
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
     loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
@@ -42,6 +52,8 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], world: World, dtype: to
             counts[:2] += count_correct(logits, batch.labels, (1, 5))
             counts[2] += len(batch.labels)
             loss += cross_entropy_sum(logits, batch.labels, 0.0)
+            if mistakes:
+                mistakes.add(logits, batch.samples)
     model.train()
     correct1, correct5, total = world.sum(counts).tolist()
     return Accuracy(correct1, correct5, total, world.sum(loss).item() / max(1, total))

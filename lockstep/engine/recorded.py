@@ -22,16 +22,18 @@ from torch import Tensor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.engine.step import run_passes, set_knobs, train_step, update_weights
+from lockstep.engine.timing import Cut
 
 # Steps launched from the same places before recording: kernels are compiled and chosen, which no recording can hold.
 WARM_UP_STEPS = 3
 
 
 class Recording(NamedTuple):
-    """A recorded step: the graph, and the events in it that mark full buffers."""
+    """A recorded step: the graph, the events in it that mark full buffers, and those where its passes end."""
 
     graph: torch.cuda.CUDAGraph
     marks: Sequence[torch.cuda.Event]
+    cuts: list[Cut]
 
 
 class RecordedStep:
@@ -108,6 +110,7 @@ class RecordedStep:
         # Only this thread is watched: those that prepare the next batches may go on using the device.
         with (
             reducer.recording() as marks,
+            self._parts.clock.recording() as cuts,
             torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
         ):
             run_passes(self._parts, place.images, place.labels, place.global_size)
@@ -115,13 +118,14 @@ class RecordedStep:
             if reducer.is_alone:
                 update_weights(self._parts)
         self.pool = graph.pool()
-        return Recording(graph, marks)
+        return Recording(graph, marks, cuts)
 
     def _replay(self, lr: float, stop: bool) -> Tensor:
         assert self._recording is not None
-        parts, (graph, marks) = self._parts, self._recording
+        parts, (graph, marks, cuts) = self._parts, self._recording
         set_knobs(parts, lr, stop)
         graph.replay()
+        parts.clock.note_replay(cuts)
         if not parts.reducer.is_alone:
             parts.reducer.start_marked(marks)
             parts.clock.mark("compute")

@@ -45,9 +45,11 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -
         loss = cross_entropy_sum(logits, labels[part], parts.label_smoothing) / global_size
         reducer.side[LOSS] += loss.detach()
         reducer.side[CORRECT] += count_correct(logits, labels[part], (1,))[0]
+        parts.clock.cut("forward")
         if is_last:
             reducer.arm()
         loss.backward(scale.factor if scale else None)
+        parts.clock.cut("backward")
 
 
 def update_weights(parts: Parts) -> None:

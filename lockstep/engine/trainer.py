@@ -2,12 +2,11 @@
 
 import contextlib
 import math
-import platform
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lockstep import __version__
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix, share
@@ -26,6 +24,9 @@ from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_tra
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
+from lockstep.engine.instruments import Cadence, Instruments
+from lockstep.engine.mistakes import Mistakes
+from lockstep.engine.opening import describe_start
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.resume import take_up
 from lockstep.engine.snapshot import Snapshots
@@ -37,14 +38,14 @@ from lockstep.events import (
     EpochDone,
     Evaluated,
     Event,
+    MistakesFound,
     Notice,
     PlanChosen,
     RunEnded,
-    RunStarted,
     Sink,
     StepDone,
 )
-from lockstep.optim.doctor import Doctor
+from lockstep.optim.doctor import Diagnosis, Doctor
 from lockstep.plan.choose import explain_choice
 from lockstep.plan.folder import write_plan
 from lockstep.plan.plan import Plan, describe_reduction, to_table
@@ -91,6 +92,7 @@ class Trainer:
         self.doctor: Doctor | None = None
         self.is_compared = False  # whether the step at hand carries the checksums of all ranks' weights
         self.evaluation: EvalPipeline  # from the start of `run` to its end
+        self.instruments: Instruments  # likewise
         self.input = InputReport(world, sink)
         self.snapshots = Snapshots(folder, world, config.train.snapshot_share)
         self.unsaved = ""  # why the last checkpoint could not be written
@@ -99,8 +101,14 @@ class Trainer:
     def run(self) -> Status:
         """Train to the end or until asked to stop; either way the last step taken is on disk."""
         start = time.time()
-        self._say_started(start)
         self.snapshots.begin(self.state.step)
+        self._emit(
+            describe_start(
+                self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
+            )
+        )
+        cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every)
+        self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:
             chosen = self._choose_plan()
             step = self._apply(chosen.plan)
@@ -111,6 +119,7 @@ class Trainer:
                 ) as pipeline,
                 build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
             ):
+                self.account.note_startup(time.time() - start)
                 status = self._loop(pipeline, step)
                 self.input.say_choice(pipeline)
                 self._keep_rate(pipeline, chosen)
@@ -177,6 +186,7 @@ class Trainer:
         parts.reducer.count_from(state.step)
         clock.take()
         while not self._is_last:
+            self.instruments.begin_step(state.step + 1)
             batch = next(pipeline)
             clock.mark("input")
             lr = parts.schedule.lr_at(state.step)
@@ -194,7 +204,7 @@ class Trainer:
             self.account.count(batch.global_size)
             stopping = self._read_vote(side) and not self._is_last
             if stopping or self._is_last or self._is_due(self.config.train.log_every) or self.account.is_empty:
-                self._log(lr)
+                self._log(lr, batch)
                 self._compare(side)
             self._follow_up(batch, pipeline, stopping)
             clock.mark("other")
@@ -250,11 +260,13 @@ class Trainer:
             if failure := self.snapshots.take(disk, self.state, self.parts, self.world, self._order):
                 self._warn(f"{failure}; ranks that start again go on from the last checkpoint on disk.")
 
-    def _log(self, lr: float) -> None:
+    def _log(self, lr: float, batch: Batch) -> None:
         """Close the window of steps since the last record and report it."""
         window, state = self.account.close_window(self.parts.clock.take()), self.state
         tally = self.tally.tolist()
-        num_good = window.steps - self._examine()
+        diagnosis = self._examine()
+        num_skipped = diagnosis.num_skipped if diagnosis else 0
+        num_good = window.steps - num_skipped
         loss = tally[LOSS] / num_good if num_good else math.nan
         if num_good and not math.isfinite(loss):
             raise SharedError(
@@ -273,6 +285,9 @@ class Trainer:
                 compute_s=window.mean_s("compute"),
                 comm_s=window.mean_s("communicate"),
                 step_s=window.total_s / window.steps,
+                loss_scale=diagnosis.scale if diagnosis else None,
+                skipped=num_skipped,
+                noise_scale=self.instruments.report(state.step, batch),
             )
         )
         self.tally.zero_()
@@ -282,16 +297,16 @@ class Trainer:
         if self.is_compared and (difference := find_drift(self.parts, side, self.world)):
             self._emit(Notice(level="warning", text=difference))
 
-    def _examine(self) -> int:
-        """Say what the loss scale's doctor has to say; returns how many steps of the window were skipped."""
+    def _examine(self) -> Diagnosis | None:
+        """Say what the loss scale's doctor has to say of the window's steps; None where there is no loss scale."""
         if self.doctor is None:
-            return 0
+            return None
         diagnosis = self.doctor.examine()
         if diagnosis.is_stalled:
             raise SharedError(diagnosis.text)
         if diagnosis.text:
             self._emit(Notice(level="warning" if diagnosis.is_at_floor else "info", text=diagnosis.text))
-        return diagnosis.num_skipped
+        return diagnosis
 
     def _certify(self, epoch: int, pipeline: TrainPipeline) -> None:
         """Prove that the epoch's ledger over all ranks is that of every sample exactly once."""
@@ -311,7 +326,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         start = time.perf_counter()
-        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype)
+        mistakes = Mistakes(self.sources.val, self.world) if self._is_last else None
+        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype, mistakes)
         self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(
@@ -326,6 +342,8 @@ class Trainer:
                 seconds=time.perf_counter() - start,
             )
         )
+        if mistakes and (found := mistakes.find()):
+            self._emit(MistakesFound(step=self.state.step, **found))
 
     def _save(self) -> None:
         """Write a checkpoint; a disk that cannot take it costs the checkpoint, not the run."""
@@ -380,29 +398,8 @@ class Trainer:
             )
 
     def _emit(self, event: Event) -> None:
+        self.account.hear(event)
         self.sink.emit(event)
-
-    def _say_started(self, now: float) -> None:
-        sources, layout = self.sources, self.parts.layout
-        device = self.world.device
-        self._emit(
-            RunStarted(
-                time_s=now,
-                run=self.folder.name,
-                recipe=self.name,
-                config=self.config.model_dump(mode="json"),
-                world_size=self.world.size,
-                device=torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine() + " CPU",
-                num_train=sources.train.num_samples,
-                num_val=sources.val.num_samples,
-                num_classes=len(sources.train.classes),
-                num_parameters=sum(slot.numel for slot in layout.slots),
-                steps_total=self.total_steps,
-                steps_per_epoch=self.steps_per_epoch,
-                start_step=self.state.step,
-                versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            )
-        )
 
     def _say_ended(self, status: Literal["finished", "interrupted", "failed"], start: float, reason: str = "") -> None:
         """After a failure the other ranks may be gone, and rank 0 speaks for itself."""
@@ -420,6 +417,8 @@ class Trainer:
                 world_size=self.world.size,
                 reason=reason,
                 straggler=straggler,
+                energy_j=self.instruments.energy.count(self.world, alone=has_failed),
+                **asdict(self.account.beside()),
                 **balance._asdict(),
             )
         )

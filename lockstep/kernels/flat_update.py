@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.norms import UNIT, settle_slots, sum_tiles
+from lockstep.kernels.norms import INVERSE, UNIT, settle_slots, sum_tiles
 from lockstep.kernels.updates import update_tiles
 from lockstep.layout import ALIGNMENT, Layout, align
 
@@ -82,6 +82,7 @@ class FlatUpdate:
         self._rates = torch.zeros(self._num_slots, device=device)
         self._is_bad = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
         self._control = torch.zeros(4, device=device)
+        self._is_scaled = False  # whether the last step had a loss scale
 
     def step(
         self,
@@ -96,6 +97,7 @@ class FlatUpdate:
         """Update weights, half weights, moments, count and scale in place."""
         if not self._num_tiles:
             return
+        self._is_scaled = scale is not None
         first, second = moments if len(moments) == 2 else (moments[0], moments[0])
         half = weights if half_weights is None else half_weights  # never touched where nothing is half
         # Without a scale these are never touched either.
@@ -172,6 +174,18 @@ class FlatUpdate:
             SLOTS=triton.next_power_of_2(self._num_slots),
             **shape,
         )
+
+    def read_sums(self) -> tuple[Tensor, Tensor] | None:
+        """By slot, the two sums of squares that the last rates came from, as `sum_tiles` has them; None for SGD."""
+        if self._rule == "sgd":
+            return None
+        sums = self._partials.new_zeros(2, self._num_slots)
+        first, second = sums.index_add_(1, self._tiles[:, 0], self._partials.view(2, -1))
+        return first, second
+
+    def read_inverse_scale(self) -> Tensor:
+        """1 / the loss scale of the last step; 1 without one."""
+        return self._control[INVERSE.value] if self._is_scaled else torch.ones_like(self._control[0])
 
 
 def cut_tiles(layout: Layout, block: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:

@@ -19,6 +19,7 @@ class Diagnosis:
     """What happened since the last look."""
 
     num_skipped: int
+    scale: float  # as it is now
     text: str  # empty when nothing was skipped
     is_at_floor: bool
     is_stalled: bool
@@ -50,7 +51,7 @@ class Doctor:
                 if is_at_floor
                 else f"the loss scale is now {_number(state[SCALE])}."
             )
-        return Diagnosis(skipped, text, is_at_floor, is_stalled)
+        return Diagnosis(skipped, state[SCALE], text, is_at_floor, is_stalled)
 
     def _count_firsts(self) -> "Counter[str]":
         """How often each parameter's gradient was, of those that overflowed together, the one nearest to the loss.

@@ -56,6 +56,9 @@ class Lamb(Rule):
         slots.add_decay(update, weights, self.weight_decay)
 
         w_norm, r_norm = slots.norms(weights), slots.norms(update)
-        trust = slots.trust(w_norm / r_norm, w_norm, r_norm)
+        self._trust = trust = slots.trust(w_norm / r_norm, w_norm, r_norm)
         slots.scale(update, lr * trust)
         torch._foreach_sub_(weights, update)
+
+    def _read_trust(self, w_norm: Tensor, g_norm: Tensor, second_norm: Tensor) -> Tensor:
+        return self.segments.trust(w_norm / second_norm, w_norm, second_norm)

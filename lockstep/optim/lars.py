@@ -43,8 +43,9 @@ class Lars(Rule):
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         slots = self.segments
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
-        decayed_norm = g_norm + self.weight_decay * slots.decay * w_norm
-        trust = slots.trust(self.trust_coefficient * w_norm / (decayed_norm + self.epsilon), w_norm, g_norm)
+        self._trust = trust = self._ratios(w_norm, g_norm)
+        if self.measures:
+            self._seen = w_norm, g_norm
 
         slots.add_decay(gradients, weights, self.weight_decay)
         slots.scale(gradients, lr * trust)
@@ -52,3 +53,14 @@ class Lars(Rule):
         for update, v in zip(gradients, momentum, strict=True):
             torch.add(update, v, alpha=self.momentum, out=v)
         torch._foreach_sub_(weights, momentum)
+
+    def _look(self, weights: Slots, gradients: Slots) -> None:
+        """An update needs the norms anyway, and keeps them itself."""
+
+    def _ratios(self, w_norm: Tensor, g_norm: Tensor) -> Tensor:
+        decayed_norm = g_norm + self.weight_decay * self.segments.decay * w_norm
+        ratios = self.trust_coefficient * w_norm / (decayed_norm + self.epsilon)
+        return self.segments.trust(ratios, w_norm, g_norm)
+
+    def _read_trust(self, w_norm: Tensor, g_norm: Tensor, second_norm: Tensor) -> Tensor:
+        return self._ratios(w_norm, g_norm)

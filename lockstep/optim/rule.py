@@ -6,7 +6,7 @@ cast the gradients to FP32, unscale, update slot by slot, and put everything bac
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ PIECE = 1 << 16
 
 # One array for each slot, all its elements in the order they lie in memory.
 Slots = list[Tensor]
+
+
+class Norms(NamedTuple):
+    """What a step saw of every slot, on the device: norms, and the trust ratio where the rule has one."""
+
+    weights: Tensor
+    gradients: Tensor  # summed over ranks, without the loss scale
+    trust: Tensor | None
+    inverse: Tensor  # 1 / the loss scale of that step
 
 
 class Segments:
@@ -47,7 +56,8 @@ class Segments:
     def norms(self, slots: Slots) -> Tensor:
         """The L2 norm of every slot."""
         pieces = [values.split(PIECE) for values in slots]
-        of_pieces = torch.stack(torch._foreach_norm([piece for parts in pieces for piece in parts]))
+        all_pieces = [piece for parts in pieces for piece in parts]
+        of_pieces = torch.stack(torch._foreach_norm(all_pieces, 2, dtype=torch.float32))
         return torch.stack(torch._foreach_norm(of_pieces.split_with_sizes([len(parts) for parts in pieces])))
 
     def add_decay(self, update: Slots, weights: Slots, weight_decay: float) -> None:
@@ -80,6 +90,12 @@ class Rule(ABC):
         # Steps taken without those skipped; on the device, because only there is known what was skipped.
         self.count = torch.zeros((), device=device)
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
+        self.measures = False  # whether steps keep their norms for `read_norms`
+        self._seen: tuple[Tensor, Tensor] | None = None  # norms of weights and gradients
+        self._trust: Tensor | None = (
+            None  # the last step's trust ratios, where the rule has them and the kernels do not
+        )
+        self._inverse = torch.ones((), device=device)  # 1 / the loss scale of the last step
 
     @torch.no_grad()
     def step(
@@ -104,6 +120,7 @@ class Rule(ABC):
         else:
             slots = self.segments.split(self._to_fp32(*gradients))
         if scale is None:
+            self._look(self.segments.split(weights), slots)
             self._update(self.segments.split(weights), slots, lr)
             self.count += 1
         else:
@@ -120,7 +137,9 @@ class Rule(ABC):
         """The numbers of the rule, by the names the fused kernels know them by."""
 
     def _update_if_finite(self, weights: Tensor, gradients: Slots, lr: Tensor, scale: LossScale) -> None:
-        torch._foreach_mul_(gradients, 1.0 / scale.factor)
+        self._inverse = 1.0 / scale.factor
+        torch._foreach_mul_(gradients, self._inverse)
+        self._look(self.segments.split(weights), gradients)
         counts = scale.settle(self.segments.norms(gradients).isfinite())
         arrays = (weights, *self._state.values())
         before = [array.clone() for array in arrays]
@@ -128,6 +147,37 @@ class Rule(ABC):
         for array, old in zip(arrays, before, strict=True):
             torch.where(counts, array, old, out=array)
         self.count += counts
+
+    def _look(self, weights: Slots, gradients: Slots) -> None:
+        """Keep the norms if asked to: an update leaves the gradients as scratch."""
+        if self.measures:
+            self._seen = self.segments.norms(weights), self.segments.norms(gradients)
+
+    @torch.no_grad()
+    def read_norms(self, weights: Tensor, gradients: tuple[Tensor, Tensor]) -> Norms | None:
+        """What the last step saw of every slot, if it was taken with `measures`.
+
+        The kernels leave the gradients as they were, and the sums that their rates came from.
+        """
+        if self._seen is not None:
+            (w_norm, g_norm), self._seen = self._seen, None
+            return Norms(w_norm, g_norm, self._trust, self._inverse)
+        if self._kernels is None:
+            return None
+        half, full = gradients
+        split = self.layout.split
+        slots = [half.narrow(0, s.offset, s.numel) for s in self.layout.slots if s.half]
+        rest = [full.narrow(0, s.offset - split, s.numel) for s in self.layout.slots if not s.half]
+        g_norm = torch.cat([self.segments.norms(part) for part in (slots, rest) if part])
+        inverse = self._kernels.read_inverse_scale()
+        sums = self._kernels.read_sums()
+        w_norm = self.segments.norms(self.segments.split(weights)) if sums is None else sums[0].sqrt()
+        trust = None if sums is None else self._read_trust(w_norm, g_norm * inverse, sums[1].sqrt())
+        return Norms(w_norm, g_norm * inverse, trust, inverse)
+
+    def _read_trust(self, w_norm: Tensor, g_norm: Tensor, second_norm: Tensor) -> Tensor | None:
+        """The trust ratios from the kernels' sums, whose second is of what the rule divides by; None: it has none."""
+        return None
 
     def _to_fp32(self, half: Tensor, full: Tensor) -> Tensor:
         """All gradients in one FP32 array; the FP32 one itself where there are no others."""

@@ -25,9 +25,12 @@ from lockstep.report.phrases import (
     percent,
 )
 from lockstep.report.time_left import TimeLeft
+from lockstep.report.verdict import Verdict
 
 # Seconds between two plain lines on steps or preparation, so that a log stays readable.
 PLAIN_INTERVAL_S = 5.0
+# Seconds between two plain lines on what is slow, which come when that has changed.
+VERDICT_INTERVAL_S = 60.0
 BAR_WIDTH = 30
 
 
@@ -51,6 +54,7 @@ class Display:
         self.time_left: TimeLeft | None = None
         self.step: StepDone | None = None
         self.evaluated: Evaluated | None = None
+        self.verdict = Verdict()
 
     def emit(self, event: Event) -> None:
         if isinstance(event, RunStarted):
@@ -61,6 +65,7 @@ class Display:
             self.step = event
         if self.time_left:
             self.time_left.emit(event)
+        self.verdict.emit(event)
         for line in describe(event):
             self.show_line(line, event)
         self.show_progress(event)
@@ -85,6 +90,8 @@ class PlainDisplay(Display):
     """Lines without control characters, for logs and pipes."""
 
     _next_line_s = 0.0
+    _next_verdict_s = 0.0
+    _slow: str | None = None  # as last said
 
     def show_line(self, line: str, event: Event) -> None:
         print_plain(self.console, line)
@@ -95,18 +102,25 @@ class PlainDisplay(Display):
         self._next_line_s = event.time_s + PLAIN_INTERVAL_S
         fields = [*describe_place(event, self.start), *describe_state(event, self.evaluated)]
         print_plain(self.console, "  ".join([*fields, f"{clock(self.time_left.seconds())} left"]))
+        self._show_verdict(event)
+
+    def _show_verdict(self, step: StepDone) -> None:
+        sentence, slow = self.verdict.sentence(), self.verdict.slow
+        if sentence and slow != self._slow and step.time_s >= self._next_verdict_s:
+            self._slow, self._next_verdict_s = slow, step.time_s + VERDICT_INTERVAL_S
+            print_plain(self.console, sentence)
 
     def show_end(self, ended: RunEnded) -> None:
         rows = describe_result(ended, self.evaluated, self.folder)
         width = max(len(label) for label, _ in rows)
         for label, value in rows:
             print_plain(self.console, f"{label:{width}}  {value}")
-        for line in describe_spent(ended):
+        for line in describe_spent(ended, self.verdict.sentence()):
             print_plain(self.console, line)
 
 
 class LiveDisplay(Display):
-    """Three lines that stay at the bottom of the terminal while all others scroll away above them."""
+    """A few lines that stay at the bottom of the terminal while all others scroll away above them."""
 
     _live: Live | None = None
 
@@ -128,7 +142,7 @@ class LiveDisplay(Display):
         for label, value in describe_result(ended, self.evaluated, self.folder):
             table.add_row(Text(label, style="cyan"), Text(value, style="bold" if label == "top-1" else ""))
         self.console.print(table)
-        for line in describe_spent(ended):
+        for line in describe_spent(ended, self.verdict.sentence()):
             self.console.print(Text(line))
 
     def close(self) -> None:
@@ -151,6 +165,7 @@ class LiveDisplay(Display):
             Text(fit([self.start.recipe, *describe_place(self.step, self.start)], self.console.width), style="bold"),
             bar,
             Text(fit(describe_state(self.step, self.evaluated), self.console.width)),
+            *([Text(sentence, style="dim")] if (sentence := self.verdict.sentence()) else []),
         )
 
 

@@ -16,7 +16,6 @@ from lockstep.events import (
     RunStarted,
     StepDone,
 )
-from lockstep.report.summary import spent_sentence
 
 
 def percent(share: float) -> str:
@@ -150,9 +149,8 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
     return rows
 
 
-def describe_spent(ended: RunEnded) -> list[str]:
+def describe_spent(ended: RunEnded, verdict: str) -> list[str]:
     """Where the time went and who held the others up; nothing for a run that ended before it trained."""
-    shares = ended.share_compute, ended.share_comm, ended.share_input
-    if sum(shares) <= 0:
+    if ended.share_compute + ended.share_comm + ended.share_input <= 0:
         return []
-    return [spent_sentence(*shares), *([ended.straggler] if ended.straggler else [])]
+    return [f"{verdict}.", *([ended.straggler] if ended.straggler else [])]

@@ -1,28 +1,41 @@
-"""What listens to a run on rank 0: the event log, the display and, at the end, the summary and the report."""
+"""What listens to a run on rank 0: the log, the display, the viewers of others; at the end, summary and report."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import LockstepError
 from lockstep.events import LOG_NAME, Event, EventLog, Notice, RunEnded, Sink, read_events
+from lockstep.report.sinks import Behind
 from lockstep.report.summary import summarize, write_summary
+from lockstep.restarts import can_restart
 
 
 class RunSink:
-    """Every record goes to the run's log, then to the display; the end of a run leaves its summary and its page."""
+    """Every record goes to the run's log, then to viewers and display; its end leaves a summary and a page."""
 
-    def __init__(self, folder: Path, display: Sink) -> None:
+    def __init__(self, folder: Path, display: Sink, viewers: Sequence[Behind] = ()) -> None:
         self._folder = folder
         self._display = display
+        self._viewers = viewers
         self._log = EventLog(folder / LOG_NAME, warn=display.emit)
 
     def emit(self, event: Event) -> None:
         self._log.emit(event)
         if isinstance(event, RunEnded):
             self._summarize()
-            self._report()
+            # Ranks that are about to start again have no time to draw.
+            if event.status != "failed" or not can_restart(os.environ):
+                self._report()
+        for viewer in self._viewers:
+            if problem := viewer.emit(event):
+                self._log.emit(problem)
+                self._display.emit(problem)
         self._display.emit(event)
 
     def close(self) -> None:
+        for viewer in self._viewers:
+            viewer.close()
         self._display.close()
         self._log.close()
 

@@ -13,9 +13,6 @@ from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.files import write_whole
 
-# Below this share of the time, a wait is not worth advice.
-NOTEWORTHY_SHARE = 0.05
-
 
 def summarize(events: Iterable[Event]) -> dict[str, Any]:
     """The summary of a run from its records, finished or not; what is not known is None."""
@@ -52,22 +49,6 @@ def split_parts(events: Iterable[Event]) -> list[list[Event]]:
         if parts:
             parts[-1].append(event)
     return parts
-
-
-def spent_sentence(share_compute: float, share_comm: float, share_input: float) -> str:
-    """What the training time was spent on, and the advice that follows from the largest waste."""
-    spent = (
-        f"Computing took {100 * share_compute:.0f} % of the time, communication {100 * share_comm:.0f} % "
-        f"and waiting for input {100 * share_input:.0f} %"
-    )
-    if max(share_comm, share_input) < NOTEWORTHY_SHARE:
-        return f"{spent}; the devices were kept busy."
-    if share_comm >= share_input:
-        return f"{spent}; more samples per rank (a larger train.global_batch or fewer ranks) would lower communication."
-    return (
-        f"{spent}; more decode threads (data.decode_threads), smaller images (`lockstep data pack --short-side`) "
-        "or faster storage may shorten it."
-    )
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:

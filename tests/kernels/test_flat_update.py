@@ -59,7 +59,8 @@ class Run:
     half_weights: Tensor
     scale: LossScale | None
 
-    def step(self, gradients: dict[str, Tensor], lr: float) -> None:
+    def step(self, gradients: dict[str, Tensor], lr: float) -> tuple[Tensor, Tensor]:
+        """One step; gives the flat gradients it was given."""
         dtype, device = self.half_weights.dtype, self.weights.device
         flat = torch.zeros(self.layout.numel)
         load_named(flat, self.layout, gradients)
@@ -68,6 +69,7 @@ class Run:
         split = self.layout.split
         halves, full = flat[:split].to(device, dtype), flat[split:].to(device)
         self.rule.step(self.weights, (halves, full), torch.tensor(lr, device=device), self.half_weights, self.scale)
+        return halves, full
 
     def arrays(self) -> list[Tensor]:
         return [self.weights, self.half_weights, *self.rule.state().values()]
@@ -226,3 +228,40 @@ def test_millions_of_parameters_in_many_slots_agree_with_the_plain_version_on_a_
         results.append((weights, half))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-6)
     assert torch.equal(results[0][1], results[0][0][: layout.split].half())
+
+
+@every_device
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("name", ["sgd", "lars", "lamb"])
+def test_the_norms_of_a_step_can_be_read_afterwards(name: str, fused: bool, scaled: bool, device: str) -> None:
+    dtype = torch.float16 if scaled else torch.float32
+    run = build_run(name, dtype, fused=fused, scaled=scaled, device=device)
+    gradients, before = draw_gradients(0, dtype), draw_weights()
+    run.rule.measures = True
+    flat = run.step(gradients, 0.5)
+    norms = run.rule.read_norms(run.weights, flat)
+    assert norms is not None
+    names = [slot.name for slot in run.layout.slots]
+    seen_weights = before if name != "sgd" or not fused else named_arrays(run.weights.cpu(), run.layout)
+    for index, slot in enumerate(names):
+        w_norm, g_norm = (float(array[slot].double().norm()) for array in (seen_weights, gradients))
+        assert float(norms.weights[index]) == pytest.approx(w_norm, rel=1e-4, abs=1e-6), slot
+        assert float(norms.gradients[index]) == pytest.approx(g_norm, rel=1e-4, abs=1e-6), slot
+    assert float(norms.inverse) == (1 / 1024 if scaled else 1)
+    assert (norms.trust is None) == (name == "sgd")
+    if name == "lars":
+        assert norms.trust is not None
+        adapts = {spec.name: spec.adapt and spec.name not in ("zero_weight", "zero_gradient") for spec in SPECS}
+        decays = {spec.name: 0.05 * spec.decay for spec in SPECS}
+        for slot, found in zip(names, norms.trust.tolist(), strict=True):
+            w, g = (float(array[slot].double().norm()) for array in (before, gradients))
+            expected = 0.02 * w / (g + decays[slot] * w) if adapts[slot] else 1.0
+            assert found == pytest.approx(expected, rel=1e-4), slot
+    if name == "lamb":
+        plain = build_run(name, dtype, fused=False, scaled=scaled, device=device)
+        plain.rule.measures = True
+        expected = plain.rule.read_norms(plain.weights, plain.step(gradients, 0.5))
+        assert norms.trust is not None
+        assert expected is not None
+        torch.testing.assert_close(norms.trust, expected.trust, rtol=1e-4, atol=1e-6)

@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.errors import LockstepError
 from lockstep.events import Event, Notice
-from lockstep.report.summary import spent_sentence, summarize, write_summary
+from lockstep.report.summary import summarize, write_summary
 from tests.report.records import ended, epoch_done, evaluated, started, stepped
 
 FINISHED: list[Event] = [
@@ -92,25 +92,3 @@ def test_a_summary_replaces_the_last_one_and_leaves_nothing_aside(tmp_path: Path
 def test_a_summary_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match=r"^Cannot write the summary .*: No such file or directory\.$"):
         write_summary(tmp_path / "none" / "summary.json", {})
-
-
-@pytest.mark.parametrize(
-    ("shares", "advice"),
-    [
-        (
-            (0.83, 0.14, 0.03),
-            "more samples per rank (a larger train.global_batch or fewer ranks) would lower communication.",
-        ),
-        (
-            (0.70, 0.05, 0.25),
-            "more decode threads (data.decode_threads), smaller images (`lockstep data pack --short-side`) or faster "
-            "storage may shorten it.",
-        ),
-        ((0.97, 0.02, 0.01), "the devices were kept busy."),
-    ],
-)
-def test_the_advice_follows_from_the_largest_waste(shares: tuple[float, float, float], advice: str) -> None:
-    compute, comm, wait = (round(100 * share) for share in shares)
-    assert spent_sentence(*shares) == (
-        f"Computing took {compute} % of the time, communication {comm} % and waiting for input {wait} %; {advice}"
-    )

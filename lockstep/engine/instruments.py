@@ -1,0 +1,140 @@
+"""What a run measures of itself beside its speed: layers, noise, timelines, energy (step 10 on the walk).
+
+Everything is measured at steps that end with a record, for which the host waits anyway: nothing here makes a device
+wait, or sends anything at any other step. No number of the training depends on it.
+"""
+
+from typing import Any
+
+import torch
+
+from lockstep.comm.world import World
+from lockstep.data.pipeline import Batch
+from lockstep.engine.build import Parts
+from lockstep.engine.energy import Energy
+from lockstep.engine.noise import NoiseScale
+from lockstep.engine.timeline import NUM_STEPS, Timeline
+from lockstep.events import LayersMeasured, Sink, TimelineTaken
+from lockstep.optim.rule import Norms
+
+MOST_MEASURED = 100  # steps of a run whose layers are measured, but for the first few
+LEAST_STEPS = 10  # from one to the next: under a rule without norms of its own it costs some percent of a small step
+FIRST_RECORDS = 5
+STEADY_STEPS = 12  # before a timeline: by then kernels are chosen, the step is recorded, the input is ahead
+LATE_SHARE = 0.9  # of the run, when a second timeline is taken
+MOST_TIMELINES = 64  # ranks: those of thousands would be larger than all other records together
+
+
+class Cadence:
+    """At which steps what is measured; a pure function of the run's length."""
+
+    def __init__(self, start_step: int, total_steps: int, log_every: int) -> None:
+        self._start, self._total, self._every = start_step, total_steps, log_every
+        self._stride = log_every * max(-(-LEAST_STEPS // log_every), -(-total_steps // log_every // MOST_MEASURED))
+        # Each ends with a step that ends with a record, as the last one does.
+        first = min(total_steps, -(-(start_step + STEADY_STEPS) // log_every) * log_every)
+        late = int(LATE_SHARE * total_steps) // log_every * log_every
+        self._timelines = {first, late} if late >= first + NUM_STEPS else {first}
+
+    def is_measured(self, step: int) -> bool:
+        """Whether layers and noise are measured."""
+        if step in (self._start + 1, self._total):
+            return True
+        if step in self._timelines:  # which is to show a step as it usually is
+            return False
+        is_early = step <= self._start + FIRST_RECORDS * self._every
+        return step % (self._every if is_early else self._stride) == 0
+
+    def begins_timeline(self, step: int) -> bool:
+        """Whether this is the first step of a timeline."""
+        return any(step == max(self._start + 1, end - NUM_STEPS + 1) for end in self._timelines)
+
+    def ends_timeline(self, step: int) -> bool:
+        """Whether this is the last step of a timeline."""
+        return step in self._timelines
+
+
+class Instruments:
+    """One rank's instruments; every rank has them, and rank 0 speaks."""
+
+    def __init__(self, parts: Parts, world: World, sink: Sink, cadence: Cadence) -> None:
+        self._parts = parts
+        self._world = world
+        self._sink = sink
+        self._cadence = cadence
+        self._noise = NoiseScale()
+        self._timeline: Timeline | None = None
+        self.energy = Energy(world)
+
+    def begin_step(self, step: int) -> None:
+        """A step is about to begin, with its input."""
+        if self._cadence.begins_timeline(step):
+            self._timeline = Timeline(self._parts, step)
+        if self._cadence.is_measured(step):
+            self._parts.rule.measures = True
+            if self._parts.hybrid:
+                self._parts.hybrid.squares = []
+
+    def report(self, step: int, batch: Batch) -> float | None:
+        """Say what was measured of the step that a record closes; returns the noise scale where it was measured.
+
+        Every rank must call it.
+        """
+        self.energy.look()
+        if self._timeline and self._cadence.ends_timeline(step):
+            self._report_timeline(self._timeline.end(step))
+            self._timeline = None
+        return self._report_layers(step, batch) if self._parts.rule.measures else None
+
+    def _report_timeline(self, mine: dict[str, Any]) -> None:
+        taken = self._world.gather_values(mine if self._world.rank < MOST_TIMELINES else {})
+        for rank, timeline in enumerate(taken[:MOST_TIMELINES]):
+            self._sink.emit(TimelineTaken(rank=rank, **timeline))
+
+    def _report_layers(self, step: int, batch: Batch) -> float | None:
+        parts = self._parts
+        parts.rule.measures = False
+        squares: list[torch.Tensor] = []
+        if parts.hybrid:
+            squares, parts.hybrid.squares = parts.hybrid.squares or [], None
+        norms = parts.rule.read_norms(parts.weights, parts.reducer.flat)
+        if norms is None:
+            return None
+        weights, gradients = norms.weights.tolist(), norms.gradients.tolist()
+        trust = [] if norms.trust is None else norms.trust.tolist()
+        # All ranks have the same sums, so that all leave out a step whose gradients overflowed.
+        if not torch.tensor([*weights, *gradients, *trust]).isfinite().all():
+            return None
+        self._sink.emit(
+            LayersMeasured(
+                step=step,
+                weight_norms=_shorten(weights),
+                gradient_norms=_shorten(gradients),
+                trust_ratios=_shorten(trust),
+            )
+        )
+        return self._estimate_noise(squares, norms, batch) if self._world.size > 1 else None
+
+    def _estimate_noise(self, squares: list[torch.Tensor], norms: Norms, batch: Batch) -> float | None:
+        """From this rank's squares before the sum and everyone's after it."""
+        count, big = len(batch.labels), batch.global_size
+        own = torch.zeros(3, dtype=torch.float64)
+        if count and squares:
+            square = torch.stack(squares).sum() * norms.inverse.double() ** 2
+            # Every rank divides by the global batch; the mean over its own samples is that much larger.
+            own = torch.tensor([square.item() * (big / count) ** 2, 1 / count, 1.0], dtype=torch.float64)
+        small, inverse, ranks = self._world.sum(own).tolist()
+        if not ranks:
+            return None
+        self._noise.add(
+            small_square=small / ranks,
+            small_inverse=inverse / ranks,
+            big_square=norms.gradients.double().square().sum().item(),
+            big=big,
+        )
+        return self._noise.samples
+
+
+def _shorten(numbers: list[float]) -> list[float]:
+    """Five digits are enough to draw them."""
+    return [float(f"{number:.5g}") for number in numbers]

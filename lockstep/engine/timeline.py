@@ -1,0 +1,128 @@
+"""A few steps as spans: what a rank did when, by its clock's trace and its sums' moments (step 10 on the walk).
+
+The lane "step" is cut by the marks of `timing.py`, so that its spans touch each other and add up to the whole. A
+recording's cuts are events that every replay passes anew, so that only those of the last replay can still be read; the
+replays before it, which launch the same kernels, are cut in the same proportion.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from lockstep.comm.moment import Moment, seconds_between
+from lockstep.engine.build import Parts
+from lockstep.engine.timing import Trace
+
+NUM_STEPS = 3
+DIGITS = 7  # a tenth of a microsecond
+
+
+class Span(NamedTuple):
+    """Something that went on for a while; the fields are those of `events.TimelineTaken`."""
+
+    lane: str
+    name: str
+    step: int
+    start_s: float
+    end_s: float
+
+
+class Timeline:
+    """Watches some steps of one rank."""
+
+    def __init__(self, parts: Parts, first_step: int) -> None:
+        self._parts = parts
+        self.first_step = first_step
+        parts.clock.begin_trace()
+        if parts.hybrid:
+            parts.hybrid.timed, parts.hybrid.channel.times = [], True
+
+    def end(self, last_step: int) -> dict[str, Any]:
+        """All that was seen, as a record has it; the clock must have been taken after the last step."""
+        trace = self._parts.clock.end_trace()
+        spans = cut_steps(trace, self.first_step)
+        seconds = spans[-1].end_s if spans else 0.0
+        num_steps = last_step - self.first_step + 1
+        if hybrid := self._parts.hybrid:
+            timed, hybrid.timed, hybrid.channel.times = hybrid.timed or [], None, False
+            moments = [(work.begun, work.done) for work in timed]
+            spans += place_sums(trace.start, moments, name_buffers(self._parts), self.first_step, num_steps)
+        return {
+            "first_step": self.first_step,
+            "num_steps": num_steps,
+            "seconds": seconds,
+            "spans": [span._asdict() for span in spans],
+        }
+
+
+def cut_steps(trace: Trace, first_step: int) -> list[Span]:
+    """The lane of steps, without gaps; what a step ends with belongs to it, up to the input of the next."""
+    times = [0.0, *(seconds_between(trace.start, moment) for _, moment in trace.points)]
+    shares = _read_shares(trace, times)
+    names = [name for name, _ in trace.points]
+    spans: list[Span] = []
+    step, has_computed, has_waited = first_step, False, False
+    for index, (name, (start, end)) in enumerate(zip(names, pairwise(times), strict=True)):
+        if name == "input" and has_computed:
+            step, has_computed, has_waited = step + 1, False, False
+        if name == "compute" and has_waited:
+            name = "update"
+        elif name == "compute":
+            # A rank alone has its update in the recording; otherwise only what is left of the backward pass.
+            is_alone = index in trace.replays and names[index + 1 : index + 2] != ["communicate"]
+            for what, share in shares if index in trace.replays else []:
+                cut = start + share * (end - start)
+                _add(spans, what, step, cut)
+            name = "update" if is_alone else "backward"
+        has_computed = has_computed or name not in ("input", "other")
+        has_waited = has_waited or name == "communicate"
+        _add(spans, name, step, end)
+    return spans
+
+
+def _add(spans: list[Span], name: str, step: int, end_s: float) -> None:
+    """A span from the end of the last one; it is joined with one of the same kind, and left out if it is empty."""
+    start_s = spans[-1].end_s if spans else 0.0
+    end_s = max(start_s, round(end_s, DIGITS))
+    if spans and (spans[-1].name, spans[-1].step) == (name, step):
+        spans[-1] = spans[-1]._replace(end_s=end_s)
+    elif end_s > start_s:
+        spans.append(Span("step", name, step, start_s, end_s))
+
+
+def _read_shares(trace: Trace, times: Sequence[float]) -> list[tuple[str, float]]:
+    """Where in the last replay each pass ended, as shares of its length."""
+    if not trace.replays:
+        return []
+    last = max(trace.replays)
+    start, length = times[last], times[last + 1] - times[last]
+    if length <= 0:
+        return []
+    cuts = [(what, seconds_between(trace.start, moment) - start) for what, moment in trace.replays[last]]
+    return [(what, min(1.0, max(0.0, seconds / length))) for what, seconds in cuts]
+
+
+def place_sums(
+    start: Moment,
+    moments: Sequence[tuple[Moment | None, Moment | None]],
+    buffers: Sequence[str],
+    first_step: int,
+    num_steps: int,
+) -> list[Span]:
+    """The lane of all-reduces: sums in the order they were started, those of a step one for each buffer."""
+    if len(moments) != len(buffers) * num_steps:
+        return []
+    spans = []
+    for number, (begun, done) in enumerate(moments):
+        step, index = divmod(number, len(buffers))
+        if begun is not None and done is not None:
+            since = [round(max(0.0, seconds_between(start, moment)), DIGITS) for moment in (begun, done)]
+            spans.append(Span("all-reduce", buffers[index], first_step + step, *since))
+    return spans
+
+
+def name_buffers(parts: Parts) -> list[str]:
+    """Each buffer by its number and what it weighs."""
+    split = parts.layout.split
+    sizes = [(b.end - b.start) * (2 if b.start < split else 4) for b in parts.reducer.plan.buffers]
+    return [f"buffer {number} ({size / 1e6:.3g} MB)" for number, size in enumerate(sizes, start=1)]

@@ -1,0 +1,77 @@
+"""What is slow, in words, from records made by hand."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.events import InputChosen
+from lockstep.report.verdict import Verdict, count_missing
+from tests.report.records import ended, started, stepped
+
+
+def chosen(**changes: Any) -> InputChosen:
+    values: dict[str, Any] = {
+        "decoder": "cpu",
+        "threads": 4,
+        "read_processes": 0,
+        "prefetch_batches": 2,
+        "threads_help": True,
+        "is_resident": False,
+        "images_per_second": 40.0,
+        "text": "Input: 4 decode threads.",
+    }
+    return InputChosen(**(values | changes))
+
+
+def judge(shares: tuple[float, float, float], *, device: str = "NVIDIA H200", **changes: Any) -> str:
+    """The sentence at the end of a run of two ranks that reached 64 images a second."""
+    verdict = Verdict()
+    verdict.emit(started(device=device))
+    verdict.emit(chosen(**changes))
+    compute, comm, wait = shares
+    verdict.emit(ended(40, 1030.0, 30.0, share_compute=compute, share_comm=comm, share_input=wait))
+    return verdict.sentence()
+
+
+def test_threads_that_are_missing_are_counted() -> None:
+    # A rank reaches 32 images a second and would reach 32 / 0.64 = 50 if it never waited; a thread makes 10.
+    assert judge((0.55, 0.09, 0.36)) == (
+        "55 % compute, 9 % exposed communication, 36 % waiting for input: one more decode thread would remove it"
+    )
+    assert judge((0.5, 0.0, 0.5), threads=2, images_per_second=16.0).endswith("six more decode threads would remove it")
+
+
+@pytest.mark.parametrize(
+    ("shares", "changes", "advice"),
+    [
+        ((0.97, 0.02, 0.01), {}, "the devices are kept busy"),
+        ((0.8, 0.15, 0.05), {}, "more samples per rank (a larger train.global_batch, or fewer ranks) would lower"),
+        ((0.8, 0.0, 0.2), {"images_per_second": 400.0}, "batches further ahead (data.prefetch_batches) would hide it"),
+        ((0.8, 0.0, 0.2), {"images_per_second": 4.0}, ": smaller images"),
+        ((0.8, 0.0, 0.2), {"images_per_second": None}, "more decode threads (data.decode_threads), smaller images"),
+        ((0.8, 0.0, 0.2), {"decoder": "both"}, "more decode threads (data.decode_threads), smaller images"),
+        ((0.6, 0.0, 0.4), {"device": "x86_64 CPU"}, "as would two more decode threads on cores of their own"),
+    ],
+)
+def test_the_advice_follows_from_the_largest_waste(
+    shares: tuple[float, float, float], changes: dict[str, Any], advice: str
+) -> None:
+    assert advice in judge(shares, **changes)
+
+
+def test_while_a_run_goes_on_the_first_step_does_not_count() -> None:
+    verdict = Verdict()
+    verdict.emit(started())
+    assert verdict.sentence() == ""
+    verdict.emit(stepped(1, 1001.0, step_s=9.0))
+    assert verdict.sentence() == ""
+    verdict.emit(stepped(11, 1005.0))
+    assert verdict.sentence().startswith("100 % compute, 0 % exposed communication, 0 % waiting for input: ")
+    assert verdict.slow == ""
+
+
+def test_missing_threads_are_whole() -> None:
+    assert count_missing(4, 40.0, 40.0) == 0
+    assert count_missing(4, 40.0, 40.1) == 1
+    assert count_missing(4, 40.0, 80.0) == 4
+    assert count_missing(4, 40.0, 1.0) == 0
