@@ -114,7 +114,7 @@ def train(
     membership = read_membership(os.environ)
     console = Console()
     if membership is None:
-        with Template(main) as template:  # first of all: before there are threads, and before a GPU is asked anything
+        with Template() as template:  # first of all: before there are threads, and before a GPU is asked anything
             # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
             least, most = choose_num_ranks(ranks)
             for num_ranks in range(least, most + 1):
@@ -172,7 +172,7 @@ def tune(
     _, wanted = read.load_recipe(target, settings or [])
     membership = read_membership(os.environ)
     if membership is None:
-        with Template(main) as template:
+        with Template() as template:
             _, num_ranks = choose_num_ranks(ranks)
             if num_ranks == 1 and not has_gpu():
                 raise LockstepError("One rank without a GPU has nothing to choose; ask for more with --ranks.")

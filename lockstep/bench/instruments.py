@@ -30,6 +30,7 @@ from lockstep.engine.instruments import MOST_MEASURED, Cadence, Instruments
 from lockstep.engine.launch import launch_ranks
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.planning import choose_plan
+from lockstep.engine.template import Template
 from lockstep.engine.timeline import NUM_STEPS
 from lockstep.engine.timing import KINDS
 from lockstep.events import Event
@@ -90,7 +91,8 @@ def run_parent(
     if membership is None and ranks > 1:
         arguments = ["bench", "instruments", f"--model={model}", f"--batch={batch}", f"--image-size={image_size}"]
         arguments += [f"--rounds={rounds}", *([f"--json={json_file}"] if json_file else [])]
-        sys.exit(launch_ranks(ranks, arguments))
+        with Template() as template:
+            sys.exit(launch_ranks(template, (ranks, ranks), arguments))
     with join_world(membership) as world:
         rows, pieces = measure(world, model, batch, image_size, rounds)
     if world.is_first:

@@ -15,6 +15,7 @@ import ctypes
 import gc
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -33,13 +34,18 @@ Main = Callable[[], None]
 ANSWER_S = 20.0  # for the template to fork; a machine that swaps is slow
 
 
+def run_program() -> None:
+    """What `python -m lockstep` does."""
+    runpy.run_module("lockstep", run_name="__main__")
+
+
 class Template:
     """Starts ranks, which are children of this process. To be opened before threads start and before a GPU is used.
 
     `main` is the program, as it runs when `sys.argv` has its arguments.
     """
 
-    def __init__(self, main: Main) -> None:
+    def __init__(self, main: Main = run_program) -> None:
         self._line: socket.socket | None = None
         self._process = 0
         if sys.platform != "linux" or not _adopt_orphans():

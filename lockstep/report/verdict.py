@@ -1,6 +1,7 @@
 """What is slow, in one sentence with advice: shares of the time and the input's measured rate -> words. Torch-free."""
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
 from lockstep.events import Event, InputChosen, RunEnded, RunStarted, StepDone
@@ -86,6 +87,14 @@ class Verdict:
         if start.device.endswith("CPU"):  # where threads that decode take the cores that compute
             return f"{elsewhere}, as would {_threads(missing)} on cores of their own"
         return f"{_threads(missing)} would remove it"
+
+
+def judge(events: Iterable[Event]) -> Verdict:
+    """The verdict on records that are there already."""
+    verdict = Verdict()
+    for event in events:
+        verdict.emit(event)
+    return verdict
 
 
 def count_missing(threads: int, images_per_second: float, wanted: float) -> int:

@@ -8,6 +8,7 @@ from lockstep.report.history import History, Spent, find_timelines, measure_spen
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
 from lockstep.report.page.document import Section, escape
 from lockstep.report.phrases import describe_spent, percent, plural
+from lockstep.report.verdict import judge
 
 KINDS = {
     "compute": ("computing", "--blue"),
@@ -39,7 +40,7 @@ def tell_spent(history: History) -> Section | None:
     if total <= 0 or not any(one.compute for one in spent):
         return None
     shown = [kind for kind in KINDS if totals[kind] > 0]
-    sentences = describe_spent(history.ended) if history.ended else []
+    sentences = describe_spent(history.ended, judge(history.parts[-1]).sentence()) if history.ended else []
     body = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
     chart = Chart(
         name="spent",
