@@ -61,7 +61,7 @@ ON_ONE_MACHINE: dict[Kind, int] = {
 ON_TWO_NODES: dict[Kind, int] = {"cut network": 2, "cut network, mended": 2, "lost store": 1, "SIGKILL": 1}
 # The order in which ways take turns, and how many faults a run of each meets: starting on two nodes takes longest.
 TURNS: tuple[Way, ...] = ("resume", "restarts", "two nodes", "resume", "restarts")
-FAULTS_A_RUN: dict[Way, int] = {"resume": 4, "restarts": 4, "two nodes": 2}
+FAULTS_A_RUN: dict[Way, int] = {"resume": 5, "restarts": 5, "two nodes": 2}
 
 LAUNCHER = -1  # a target; on two nodes: the agent that holds the store
 # What only ranks can meet: the launcher's interpreter holds nobody up.
@@ -121,9 +121,14 @@ def plan_runs(seed: int, num_ranks: int, left_out: Container[str] = ()) -> Itera
     for number, way in enumerate(cycle(way for way in TURNS if way not in left_out), 1):
         generator = random.Random(f"{seed} {number}")
         faults = [_draw(generator, way, phase, num_ranks, left_out) for phase in islice(phases, FAULTS_A_RUN[way])]
-        # What came after a run's end would have nobody to meet; a run ends while its launcher is stopped for long.
-        faults.sort(key=lambda fault: fault.phase == "teardown" or (fault.kind, fault.target) == ("SIGSTOP", LAUNCHER))
-        yield RunPlan(number, way, tuple(faults))
+        yield RunPlan(number, way, tuple(sorted(faults, key=_outlast)))
+
+
+def _outlast(fault: Fault) -> int:
+    """What comes first in a run: while a fault is survived the run goes on, and after its end nobody meets anything."""
+    if fault.phase == "teardown":
+        return 3
+    return fault.is_survived + (fault.kind == "SIGSTOP" and fault.target == LAUNCHER)
 
 
 def _draw(generator: random.Random, way: Way, phase: str, num_ranks: int, left_out: Container[str]) -> Fault:

@@ -6,12 +6,12 @@ import time
 from lockstep.bench.chaos.faults import LAUNCHER, Fault
 from lockstep.bench.chaos.processes import find_rank, send, wait_until_gone
 from lockstep.bench.chaos.reads import SlowFile
-from lockstep.bench.chaos.runs import DATA, READ_TIMEOUT_S, TIMEOUT_S, Part, Run
+from lockstep.bench.chaos.runs import DATA, TIMEOUT_S, Part, Run
 
-PAUSE_S = 1.5  # of what is stopped, held or cut off for a while
-SLOW_S = 2.0  # of a disk
+PAUSE_S = 1.0  # of what is stopped, held or cut off for a while
+SLOW_S = 1.2  # of a disk
 ARRIVAL_S = 6.0  # until somebody reads a file of the data: an epoch takes less
-LATE_S = READ_TIMEOUT_S / 2
+LATE_S = 1.0
 
 
 class Striker:

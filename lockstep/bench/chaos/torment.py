@@ -11,8 +11,9 @@ from lockstep.bench.chaos.runs import GRACE_S, READ_TIMEOUT_S, TIMEOUT_S, Part, 
 from lockstep.bench.chaos.strike import Striker
 from lockstep.events import Event, Notice, RunStarted, StepDone
 
-AFTERMATH_S = 1.0  # for a fault that ends nothing to end something after all
+AFTERMATH_S = 0.3  # for a fault that ends nothing to end something after all
 FULL_S = 3.0
+START_UP_S = 15.0  # until a rank that was started has joined the others
 START_S = 60.0  # until a run that was started takes a step
 FINISH_S = 120.0
 
@@ -41,6 +42,8 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
         came = is_due and striker.strike(fault, part)
         if not came:
             outcome = _see_whether_over(run, part)
+            if outcome.is_over and not run.is_finished:
+                run.problems.append(f"ended of itself before {fault.kind} in {fault.phase}: {run.last_words}")
         elif fault.kind == "blocked read":
             outcome = _wait_for_name(run, part, striker.blocked, num_events)
         elif fault.is_survived:
@@ -54,7 +57,7 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
             striker.mend(fault)
             outcome = _see_whether_over(run, part)
         else:
-            outcome = _wait_for_end(run, part, struck)
+            outcome = _wait_for_end(run, part, struck, _limit(fault))
         striker.mend(fault)
         if outcome.is_over and not run.is_finished:
             part = run.start()
@@ -83,9 +86,14 @@ def _see_whether_over(run: Run, part: Part) -> Outcome:
     return Outcome(True, run.finish(part, 0)) if part.wait(AFTERMATH_S) else Outcome()
 
 
-def _wait_for_end(run: Run, part: Part, struck: float) -> Outcome:
+def _limit(fault: Fault) -> float:
+    """Seconds after which nothing may still wait; ranks that are starting do not wait for anybody yet."""
+    return TIMEOUT_S + GRACE_S + (START_UP_S if fault.phase == "start-up" else 0.0)
+
+
+def _wait_for_end(run: Run, part: Part, struck: float, limit_s: float) -> Outcome:
     """For a fault that ends the run's part."""
-    status = run.finish(part, TIMEOUT_S + GRACE_S)
+    status = run.finish(part, limit_s)
     return Outcome(True, status, time.monotonic() - struck, hung=status is None)
 
 
@@ -107,7 +115,7 @@ def _wait_for_healing(
     """For a fault after which the launcher starts the ranks again: all old ones are gone, then there is a step."""
     outcome = Outcome()
     while any(map(is_alive, ranks)) and not part.is_over:
-        if time.monotonic() > struck + TIMEOUT_S + GRACE_S:
+        if time.monotonic() > struck + _limit(fault):
             return Outcome(True, run.finish(part, 0), hung=True)
         time.sleep(POLL_S)
     outcome.detection_s = time.monotonic() - struck
