@@ -103,9 +103,10 @@ class Report:
 
     def describe(self) -> str:
         """One line of counts."""
-        came = sum(row.came for row in self.rows)
+        came = sum(row.came for row in self.rows) + sum(time.num_faults for time in self.useful)
+        num_runs = len(self.verdicts) + len(self.useful)
         return (
-            f"seed {self.seed}, {self.num_ranks} ranks, commit {self.commit}: {came} faults in {len(self.verdicts)} "
+            f"seed {self.seed}, {self.num_ranks} ranks, commit {self.commit}: {came} faults in {num_runs} "
             f"runs, {self.num_hung} hangs, {len(self.problems)} problems, {self.seconds:.0f} s"
         )
 

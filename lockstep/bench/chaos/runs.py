@@ -17,7 +17,7 @@ from typing import Any, Self
 from lockstep.bench.chaos import hook
 from lockstep.bench.chaos.disk import Disk
 from lockstep.bench.chaos.faults import Way
-from lockstep.bench.chaos.processes import MARKER, POLL_S, find_processes, kill
+from lockstep.bench.chaos.processes import MARKER, POLL_S, find_processes, find_ranks, kill
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.errors import LockstepError
 from lockstep.events import Event, StepDone, read_events
@@ -26,6 +26,7 @@ TIMEOUT_S = 6.0  # comm.timeout_s of the runs
 READ_TIMEOUT_S = 3.0
 GRACE_S = 15.0  # beyond the timeout, nothing may take longer to end
 RESTARTS = 1000
+LOOK_S = 2.0  # between two looks at who is left
 SETTINGS = (
     "data.train_images=416",
     "data.val_images=100",
@@ -167,11 +168,20 @@ class Run:
 
     def finish(self, part: Part, limit_s: float) -> int | None:
         """The exit status; None, and an end by force, if it does not come in time."""
-        if not part.wait(limit_s):
-            self.num_hung += 1
-            part.kill(self.marker)
-            return None
+        end = time.monotonic() + limit_s
+        while not part.wait(max(0.0, min(LOOK_S, end - time.monotonic()))):
+            if self._has_only_agents():
+                part.kill(self.marker)
+                return 0
+            if time.monotonic() >= end:
+                self.num_hung += 1
+                part.kill(self.marker)
+                return None
         return next((process.returncode for process in part.processes if process.returncode), 0)
+
+    def _has_only_agents(self) -> bool:
+        """Whether a finished run's ranks are gone: torchrun's agents wait minutes for each other across a cut network."""
+        return self.cluster is not None and self.is_finished and not find_ranks(self.marker)
 
     def events(self) -> list[Event]:
         """What the run has said so far."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.bench.chaos.disk import Disk
-from lockstep.bench.chaos.processes import POLL_S, find_rank, kill
+from lockstep.bench.chaos.judge import CRIES
+from lockstep.bench.chaos.processes import POLL_S, find_rank, kill, wait_until_gone
 from lockstep.bench.chaos.report import Report, UsefulTime, read_commit, show
 from lockstep.bench.chaos.runs import SETTINGS, Part, Place, Run
 from lockstep.bench.chaos.surroundings import seclude
@@ -58,7 +59,11 @@ def disturb(one: Run, every_s: float, for_s: float, generator: random.Random) ->
             num_faults += 1
     wall_s = time.time() - begun_s
     one.interrupt(part)
-    one.finish(part, STOP_S)
+    if one.finish(part, STOP_S) is None:
+        one.problems.append(f"the run did not stop when asked to: {one.last_words}")
+    one.problems += [f"printed: {cry}" for cry in CRIES if cry in one.output]
+    if left := wait_until_gone(one.marker):
+        one.problems.append(f"left {len(left)} processes behind")
     num_steps, step_s = count_steps(one.events(), begun_s, begun_s + wall_s)
     return UsefulTime(every_s, wall_s, num_faults, num_steps, step_s, num_steps * step_s / wall_s, one.problems)
 
