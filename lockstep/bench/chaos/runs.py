@@ -180,7 +180,7 @@ class Run:
         return next((process.returncode for process in part.processes if process.returncode), 0)
 
     def _has_only_agents(self) -> bool:
-        """Whether a finished run's ranks are gone: torchrun's agents wait minutes for each other across a cut network."""
+        """Whether a finished run's ranks are gone: torchrun's agents wait minutes for each other over a cut network."""
         return self.cluster is not None and self.is_finished and not find_ranks(self.marker)
 
     def events(self) -> list[Event]:
