@@ -36,9 +36,9 @@ bench: setup
 	$(BIN)/lockstep bench step --against bare
 	$(BIN)/lockstep bench step
 
-# Kills, stops and starves real runs for some minutes; nothing may be lost, hang or be left behind.
+# Kills, stops, starves and cuts off real runs; nothing may be lost, hang or be left behind. This seed has most kinds.
 chaos: setup
-	$(BIN)/lockstep bench chaos --faults 25
+	$(BIN)/lockstep bench chaos --faults 25 --seed 372
 
 # The pictures of README and docs, from stated results and from a run that is trained for it.
 figures: setup

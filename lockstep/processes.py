@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -71,8 +71,8 @@ def quit_on_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def end_on_second(numbers: Collection[int]) -> Iterator[None]:
-    """While inside, one of these signals that comes a second time ends the process.
+def end_on_second(numbers: Collection[int], leave: Callable[[int], int] = lambda status: status) -> Iterator[None]:
+    """While inside, one of these signals that comes a second time ends the process, with what `leave` says of a status.
 
     Handlers run in the main thread, which may be stuck in a read that never returns. The number of every signal also
     goes down a pipe, from the handler in C, and a thread waits at its end.
@@ -80,7 +80,7 @@ def end_on_second(numbers: Collection[int]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    thread = threading.Thread(target=_wait_for_second, args=(reader, numbers), daemon=True)
+    thread = threading.Thread(target=_wait_for_second, args=(reader, numbers, leave), daemon=True)
     thread.start()
     try:
         yield
@@ -91,11 +91,11 @@ def end_on_second(numbers: Collection[int]) -> Iterator[None]:
         os.close(reader)
 
 
-def _wait_for_second(reader: int, numbers: Collection[int]) -> None:
+def _wait_for_second(reader: int, numbers: Collection[int], leave: Callable[[int], int]) -> None:
     firsts: dict[int, float] = {}
     while heard := os.read(reader, 64):
         for number in heard:
             now = time.monotonic()
             if number in numbers and now - firsts.setdefault(number, now) > APART_S:
                 os.write(2, b"lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.\n")
-                os._exit(128 + number)
+                os._exit(leave(128 + number))

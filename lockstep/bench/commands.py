@@ -239,11 +239,33 @@ def chaos_command(
     seed: Annotated[int, typer.Option(min=0, help="Decides which faults, to whom and when.")] = 0,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks of each run.")] = 2,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+    every: Annotated[
+        float | None, typer.Option(min=1, help="Instead: kill a rank every so many seconds; how much time is of use?")
+    ] = None,
+    lasting: Annotated[
+        float | None, typer.Option("--for", min=1, help="Seconds that --every lasts; 4 faults' time if not given.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Instead: one table of the FILES that --json wrote.")] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="For --merge.")] = None,
 ) -> None:
-    """Kill, stop and starve real runs, resume them, and see whether anything is lost, hung or left behind."""
-    from lockstep.bench.chaos import run
+    """Kill, stop, starve and cut off real runs, go on with them, and see whether anything is lost or left behind."""
+    from lockstep.bench.chaos.campaign import run
+    from lockstep.bench.chaos.report import read_report, show
+    from lockstep.bench.chaos.useful import measure_useful
 
-    if not run(count=faults, seed=seed, num_ranks=ranks, json_file=json_file, console=Console()):
+    console = Console()
+    if merge != bool(files):
+        raise LockstepError("--merge and the files it makes one table of belong together; give both or neither.")
+    if merge:
+        is_clean = show([read_report(file) for file in files or []], console)
+    elif every is not None:
+        for_s = lasting or max(120.0, 4.5 * every)
+        is_clean = measure_useful(
+            every_s=every, for_s=for_s, seed=seed, num_ranks=ranks, json_file=json_file, console=console
+        )
+    else:
+        is_clean = run(count=faults, seed=seed, num_ranks=ranks, json_file=json_file, console=console)
+    if not is_clean:
         raise typer.Exit(1)
 
 

@@ -174,6 +174,14 @@ class VirtualCluster:
             self._shape(self._namespace(node), INTERFACE, gbit_per_s)
             self._shape(self._switch, f"node{node}", gbit_per_s)
 
+    def cut(self, node: int) -> None:
+        """Pull a node's cable out of the switch; ranks may be running."""
+        _run_batch("ip", [f"link set node{node} down"], self._switch)
+
+    def mend(self, node: int) -> None:
+        """Put it back."""
+        _run_batch("ip", [f"link set node{node} up"], self._switch)
+
     def address(self, node: int) -> str:
         """A node's address, known inside the cluster only."""
         return "127.0.0.1" if self.is_pretended else f"10.213.{node // 250}.{node % 250 + 1}"

@@ -36,8 +36,10 @@ Start = Callable[[Mapping[str, str]], int]  # environment → process
 class Agent(SimpleElasticAgent):
     """Ranks of this machine, started by `start`, watched, stopped and started again."""
 
-    def __init__(self, spec: WorkerSpec, start: Start, places: Places) -> None:
+    def __init__(self, spec: WorkerSpec, start: Start, places: Places, read_end: Callable[[], int] = lambda: 0) -> None:
+        """`read_end`: the exit status that ranks have left which are not to be started again; 0 while there is none."""
         super().__init__(spec)
+        self._read_end = read_end
         self._start = start
         self._places = places
         self._num_starts = 0
@@ -82,6 +84,8 @@ class Agent(SimpleElasticAgent):
         # Killed comes before failed: those that fail have lost the one that was killed.
         lost = sorted((code, pid) for pid, code in codes.items() if code)
         if lost:
+            if self._read_end():  # they have lost one that ended of its own will
+                self._remaining_restarts = 0
             failures = {
                 ranks[pid].global_rank: ProcessFailure(ranks[pid].local_rank, pid, code, "") for code, pid in lost
             }

@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import signal
+import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -59,19 +61,32 @@ def launch_ranks(template: Template, ranks: tuple[int, int], arguments: Sequence
     When a rank is lost, all are started again, at most `restarts` times, and go on from where they were. Ranks that end
     of their own will, asked to stop or for a reason that would come again, leave word of it (`restarts.py`).
     """
-    with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as outcome:
-        file = Path(outcome.name)
+    with _open_outcome() as outcome:
         if restarts:
-            os.environ[OUTCOME] = outcome.name
+            os.environ[OUTCOME] = str(outcome)
 
         def start(environment: Mapping[str, str]) -> int:
-            file.write_text("")  # whatever ranks have left there, they were told to start again
+            outcome.write_text("")  # whatever ranks have left there, they were told to start again
             return template.start(arguments, environment)
 
-        return _launch(ranks, start, restarts) or read_outcome(file)
+        return _launch(ranks, start, restarts, partial(read_outcome, outcome))
 
 
-def _launch(ranks: tuple[int, int], start: Start, restarts: int) -> int:
+@contextmanager
+def _open_outcome() -> Iterator[Path]:
+    """A file for ranks to leave word in; in memory where there is such a thing, so that a kill leaves nothing behind."""
+    if sys.platform != "linux":
+        with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as file:
+            yield Path(file.name)
+        return
+    number = os.memfd_create("lockstep-outcome")
+    try:
+        yield Path(f"/proc/{os.getpid()}/fd/{number}")
+    finally:
+        os.close(number)
+
+
+def _launch(ranks: tuple[int, int], start: Start, restarts: int, read_end: Callable[[], int]) -> int:
     # Its warnings are about ranks that it stops because we asked it to.
     logging.getLogger(SimpleElasticAgent.__module__).setLevel(logging.CRITICAL)
     stay_on_loopback(os.environ)  # which the ranks inherit, and with it the run's secret
@@ -86,12 +101,14 @@ def _launch(ranks: tuple[int, int], start: Start, restarts: int) -> int:
         max_restarts=restarts,
         monitor_interval=0.05,
     )
-    agent = Agent(spec, start, places)
+    agent = Agent(spec, start, places, read_end)
     try:
         with _raise_signals():
             result = agent.run()
     except SignalException as stop:
         return 128 + int(stop.sigval)
+    if status := read_end():  # by ranks that ended of their own will
+        return status
     if result.is_failed():
         rank, failure = next(iter(result.failures.items()))
         return _explain(rank, failure.exitcode, was_stopped=failure.pid in agent.killed)

@@ -26,6 +26,7 @@ from lockstep.events import Notice, Sink
 from lockstep.files import write_whole
 from lockstep.processes import end_on_second
 from lockstep.recipes.read import load_recipe
+from lockstep.restarts import leave_outcome
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -152,7 +153,8 @@ def watch_signals() -> Iterator[StopRequest]:
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
-        with end_on_second((signal.SIGINT, signal.SIGTERM)):
+        # Whoever asks twice does not want the rank started again.
+        with end_on_second((signal.SIGINT, signal.SIGTERM), partial(leave_outcome, environment=os.environ)):
             yield request
     finally:
         for number, handler in before.items():

@@ -132,7 +132,7 @@ class Trainer:
         self.snapshots.clear()
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
         if self.unsaved:
-            raise LockstepError(self.unsaved)
+            raise SharedError(self.unsaved)  # rank 0's alone, but it would come again
         return status
 
     def _choose_plan(self) -> Chosen:
