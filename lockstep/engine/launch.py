@@ -74,7 +74,7 @@ def launch_ranks(template: Template, ranks: tuple[int, int], arguments: Sequence
 
 @contextmanager
 def _open_outcome() -> Iterator[Path]:
-    """A file for ranks to leave word in; in memory where there is such a thing, so that a kill leaves nothing behind."""
+    """A file for ranks to leave word in; in memory where there is such a thing: a kill leaves nothing behind."""
     if sys.platform != "linux":
         with tempfile.NamedTemporaryFile(prefix="lockstep-outcome-") as file:
             yield Path(file.name)
