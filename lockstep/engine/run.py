@@ -122,7 +122,7 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None) ->
     scanned = share_scanned(world, sources, root)
     if scanned is None:
         return sources or open_sources(config.data)
-    check_root(root)  # there it must be on every node
+    check_root(root, config.data.read_timeout_s)  # there it must be on every node
     return scanned
 
 
