@@ -1,5 +1,6 @@
 """The commands. Each imports its package only when it runs, so that --help and mistakes answer at once."""
 
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """Run a command; a user's mistake is one sentence and a non-zero exit."""
     follow_launcher(os.environ)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         app()
     except LockstepError as error:
