@@ -1,7 +1,9 @@
 """One backend for all ranks and threads for each, from records that are given."""
 
+import contextlib
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,28 @@ def test_a_strangers_record_is_as_if_it_had_not_come() -> None:
     store.set("lockstep/agreed/1", "- nccl 999999 0")
     heard = agree([Place("a", NO_DEVICE, ALL)] * 2, store, secret="the run's")
     assert heard == [("gloo", 8, ""), ("gloo", 8, "")]
+
+
+@pytest.mark.parametrize("value", ["nonsense", None])
+def test_a_stranger_who_spoils_or_takes_away_every_answer_costs_the_timeout_and_no_more(value: str | None) -> None:
+    store, ended = HashStore(), threading.Event()
+
+    def spoil() -> None:
+        while not ended.wait(0.001):
+            if value is not None:
+                store.set("lockstep/agreed/0", value)
+            else:
+                store.delete_key("lockstep/agreed/0")
+
+    stranger = threading.Thread(target=spoil)
+    stranger.start()
+    begun = time.monotonic()
+    with contextlib.suppress(LockstepError, RuntimeError):  # or it was quicker than the stranger
+        place = Place("a", NO_DEVICE, ALL)
+        take_census(store, 0, 1, place, asked="auto", seal=Seal("ours"), timeout_s=1)
+    ended.set()
+    stranger.join()
+    assert time.monotonic() - begun < 5
 
 
 def count_threads(world: World) -> tuple[int, str]:
