@@ -18,10 +18,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +54,7 @@ SHARES = {
     "PNG": 7,
 }
 PROGRAM = (sys.executable, "-m", "lockstep.bench.fuzz")  # that tries files
-BATCH = 400  # files of one process
+BATCH = 250  # files of one process
 LIMIT_S = 20.0  # for one file, on a machine that others use too
 START_S = 120.0  # for a process to begin
 MAX_BYTES = 1 << 30  # that a file may make a process ask for
@@ -78,14 +80,14 @@ class Outcome:
 GOOD = ("accepted", "refused")
 
 
-def run(*, files: int, seed: int, case: str | None, json_file: Path | None, console: Console) -> bool:
-    """Try so many files; True if every one was a sentence or could be used."""
+def run(*, files: int, seed: int, case: str | None, workers: int, json_file: Path | None, console: Console) -> bool:
+    """Try so many files, in so many processes at a time; True if every one was a sentence or could be used."""
     check_files(json_file, None)
     cases = [parse_case(case)] if case else plan_cases(files)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        for start in range(0, len(cases), BATCH):
-            for outcome in try_cases(cases[start : start + BATCH], seed, Path(folder)):
+        for batch in try_batches(cases, seed, Path(folder), workers or len(os.sched_getaffinity(0))):
+            for outcome in batch:
                 outcomes.append(outcome)
                 if outcome.result not in GOOD and _count_bad(outcomes) <= SHOWN:
                     _say(outcome, seed, console)
@@ -121,10 +123,30 @@ def parse_case(text: str) -> Case:
     return kind, int(number)
 
 
-def try_cases(cases: Sequence[Case], seed: int, folder: Path) -> Iterator[Outcome]:
+def try_batches(cases: Sequence[Case], seed: int, folder: Path, workers: int) -> Iterator[list[Outcome]]:
+    """The outcomes of all files, some hundred at a time and in order."""
+    is_over = threading.Event()
+
+    def try_batch(start: int) -> list[Outcome]:
+        place = folder / str(start)
+        found = list(try_cases(cases[start : start + BATCH], seed, place, is_over))
+        shutil.rmtree(place, ignore_errors=True)
+        return found
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(try_batch, range(0, len(cases), BATCH))
+    finally:
+        is_over.set()
+        pool.shutdown(cancel_futures=True)
+
+
+def try_cases(
+    cases: Sequence[Case], seed: int, folder: Path, is_over: threading.Event | None = None
+) -> Iterator[Outcome]:
     """The outcome of each file; a process that crashes or hangs is followed by another for the rest."""
     left = list(cases)
-    while left:
+    while left and not (is_over and is_over.is_set()):
         for outcome in _try_until_lost(tuple(left), seed, folder):
             left.pop(0)
             yield outcome

@@ -37,6 +37,12 @@ def test_what_lies_in_a_store_is_looked_at_without_waiting_for_it() -> None:
     assert time.monotonic() - begun < 10
 
 
+def test_who_listens_is_told_for_udp_too() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(("0.0.0.0", 0))
+        assert ("0.0.0.0", receiver.getsockname()[1]) in list_listeners(["self"])
+
+
 def test_another_address_of_the_machine_can_be_named(outside: str) -> None:
     with open_listener(outside, 0, spans_nodes=True) as listener:
         assert listener.getsockname()[0] == outside
