@@ -1,5 +1,7 @@
 """Ways to damage a file: its bytes, its text, or the values it holds. Each follows from a seed. Torch-free."""
 
+import contextlib
+import copy
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -162,7 +164,8 @@ def damage_tree(tree: Any, chance: random.Random) -> None:
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
         if not isinstance(tree, dict | list) or not tree:
             return
-        _damage_place(tree, chance)
+        with contextlib.suppress(RecursionError):  # what is that deep is damaged enough
+            _damage_place(tree, chance)
 
 
 def _damage_place(tree: Any, chance: random.Random) -> None:
@@ -180,8 +183,8 @@ def _damage_place(tree: Any, chance: random.Random) -> None:
     elif change == 1:
         tree[chance.choice(TEXTS[:12])] = tree[key]
     elif change == 2:
-        other = chance.choice(list_places(top))
-        tree[key] = other[0][other[1]]  # what belongs elsewhere; a loop is for its writer to refuse
+        other, place = chance.choice(list_places(top))
+        tree[key] = copy.deepcopy(other[place])  # what belongs elsewhere
     elif change == 3:
         for _ in range(DEPTH):
             tree[key] = [tree[key]]

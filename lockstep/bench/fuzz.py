@@ -72,7 +72,7 @@ class Outcome:
     kind: str
     number: int
     result: str  # accepted, refused, traceback, crash or hang
-    seconds: float
+    seconds: float  # of the processor: others use the machine too
     num_bytes: int  # of memory that it took, beyond what the process held before
     detail: str = ""
 
@@ -96,7 +96,7 @@ def run(*, files: int, seed: int, case: str | None, workers: int, json_file: Pat
             if json_file is not None:
                 write_rows(json_file, [asdict(row) for row in summarize(outcomes)] + _list_problems(outcomes))
         if case:
-            _keep(Path(folder), cases[0], seed, console)
+            _keep(cases[0], seed, console)
     console.print(build_table(summarize(outcomes)))
     console.print(f"{len(outcomes)} files, seed {seed}: {_count_bad(outcomes)} problems.", highlight=False)
     return not _count_bad(outcomes)
@@ -161,7 +161,7 @@ def _try_until_lost(cases: Sequence[Case], seed: int, folder: Path) -> Iterator[
             stdout=subprocess.PIPE,
             stderr=errors,
             # Threads that each have a heap of their own would use up the room for addresses.
-            env=os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1", "PYTHONDEVMODE": ""},
+            env=os.environ | {"MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"},
         )
         stack.callback(_end, process)
         assert process.stdin is not None
@@ -235,7 +235,7 @@ def _say(outcome: Outcome, seed: int, console: Console) -> None:
     console.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
-def _keep(folder: Path, case: Case, seed: int, console: Console) -> None:
+def _keep(case: Case, seed: int, console: Console) -> None:
     """Leave the files of a single case for people to look at."""
     place = Path(tempfile.mkdtemp(prefix=f"lockstep-fuzz-{case[0].replace(' ', '-')}-{case[1]}-"))
     write_files(place, build_kind(case[0]).forge(seed_case(seed, case)))
@@ -255,6 +255,7 @@ class Row:
     hangs: int
     slowest_s: float
     most_mb: float
+    slowest: str  # the case
 
 
 def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -265,6 +266,7 @@ def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
         if not own:
             continue
         counts = Counter(outcome.result for outcome in own)
+        slowest = max(own, key=lambda outcome: outcome.seconds)
         rows.append(
             Row(
                 kind or "all",
@@ -274,8 +276,9 @@ def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
                 counts["traceback"],
                 counts["crash"],
                 counts["hang"],
-                max(outcome.seconds for outcome in own),
+                slowest.seconds,
                 max(outcome.num_bytes for outcome in own) / 1e6,
+                f"{slowest.kind}:{slowest.number}",
             )
         )
     return rows
@@ -283,13 +286,13 @@ def summarize(outcomes: Sequence[Outcome]) -> list[Row]:
 
 def build_table(rows: Sequence[Row]) -> Table:
     """The rows for people."""
-    table = Table(box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("kind", "files", "refused", "accepted", "tracebacks", "crashes", "hangs", "slowest", "memory"):
-        table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True, min_width=len(column))
+        table.add_column(column, justify="left" if column == "kind" else "right", no_wrap=True)
     for row in rows:
-        *counts, slowest_s, most_mb = asdict(row).values()
+        *counts, slowest_s, most_mb, _ = asdict(row).values()
         table.add_row(*map(str, counts), f"{slowest_s:.2f} s", f"{most_mb:.0f} MB")
-    table.caption = "Refused: with one sentence. Accepted: and used. Memory: beyond what the process held before."
+    table.caption = "Refused: by a sentence. Accepted: and used. Slowest, memory: of one file."
     return table
 
 
@@ -350,7 +353,7 @@ def try_case(kind: "Kind", case: Case, seed: int, folder: Path) -> Outcome:
     write_files(place / "files", kind.forge(seed_case(seed, case)))
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=PRINT_ERRORS)
     _forget_peak()
-    held, start = _read_status("VmRSS"), time.perf_counter()
+    held, start = _read_status("VmRSS"), time.process_time()
     detail = ""
     try:
         try:
@@ -361,7 +364,7 @@ def try_case(kind: "Kind", case: Case, seed: int, folder: Path) -> Outcome:
         out.flush()
     except BaseException:
         result, detail = "traceback", traceback.format_exc()[-3000:]
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     return Outcome(*case, result, seconds, max(0, _read_status("VmHWM") - held), detail)
 
 

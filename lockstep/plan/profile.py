@@ -17,6 +17,8 @@ from lockstep.layout import Layout
 from lockstep.plan.plan import Execution
 
 FORMAT = 1
+SHORTEST_S, LONGEST_S = 1e-9, 1e6  # of a message that was measured
+LONGEST_NAME = 64  # of an all-reduce
 MOST = 1 << 62  # of any number in a profile: what is larger, nobody measured, and a float may not hold it
 
 
@@ -168,7 +170,10 @@ def _read_timing(table: dict[str, Any]) -> Timing:
     num_bytes = table["bytes"]
     if type(num_bytes) is not int or not 0 < num_bytes <= MOST:
         raise ValueError(f"{num_bytes!r} bytes")
-    return Timing(Choice.parse(str(table["all_reduce"])), num_bytes, _number(table["seconds"]))
+    seconds = _number(table["seconds"])
+    if not SHORTEST_S <= seconds <= LONGEST_S:  # no clock tells less, and costs are fitted to its inverse
+        raise ValueError(f"a message that took {seconds} s")
+    return Timing(Choice.parse(str(table["all_reduce"])[:LONGEST_NAME]), num_bytes, seconds)
 
 
 def _read_trial(table: dict[str, Any]) -> Trial:

@@ -20,7 +20,7 @@ from lockstep.bench.virtual import DEFAULTS, INTERFACE, VirtualCluster
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
 
-TIMEOUT_S = 5
+TIMEOUT_S = 4
 GRACE_S = 15
 START_S = 60  # for ranks to begin, on a machine that does much else
 STRANGER = str(Path(__file__).parent / "stranger.py")
@@ -90,14 +90,12 @@ class Stranger:
 
     def __init__(self, cluster: VirtualCluster, way: str, touched: Path) -> None:
         self.process = start_in(cluster, 2, STRANGER, way, TOUCHED=str(touched))
-        assert self._read() == "begun"
-
-    def _read(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
     def begin(self, wanted: str) -> None:
+        """Tell it whom to attack, as soon as it is ready."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "begun\n"
         self.process.stdin.write(wanted + "\n")
         self.process.stdin.flush()
 
