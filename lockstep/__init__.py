@@ -11,3 +11,6 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # ResNet-50's wastes a sixth of it. Whoever has settings of their own keeps them, under either name.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+# PyTorch reads this when it is imported. Its warnings of a lost connection come with pages of C++ addresses; what has
+# happened is said in a sentence of ours.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

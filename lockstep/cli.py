@@ -1,5 +1,6 @@
 """The commands. Each imports its package only when it runs, so that --help and mistakes answer at once."""
 
+import io
 import os
 import signal
 import sys
@@ -47,6 +48,8 @@ def main() -> None:
     follow_launcher(os.environ)
     if "RANK" in os.environ:
         name_process(f"lockstep:{os.environ['RANK']}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
         app()
     except LockstepError as error:
@@ -280,8 +283,12 @@ def copy_recipe(name: str, file: Path) -> None:
 
 @data.command("pack")
 def pack_data(
-    source: Annotated[Path, typer.Argument(help="An image folder that holds train/ and val/.", metavar="SRC")],
-    target: Annotated[Path, typer.Argument(help="The shards' folder: new, empty, or a pack to finish.", metavar="DST")],
+    source: Annotated[
+        Path, typer.Argument(parser=Path, help="An image folder that holds train/ and val/.", metavar="SRC")
+    ],
+    target: Annotated[
+        Path, typer.Argument(parser=Path, help="The shards' folder: new, empty, or a pack to finish.", metavar="DST")
+    ],
     shard_mb: Annotated[float, typer.Option(min=0.001, help="About how many MB of files go into a shard.")] = 256.0,
     short_side: Annotated[
         int, typer.Option(min=0, help="Make images with a longer short side this small, in pixels; 0: keep all bytes.")
@@ -315,7 +322,7 @@ def pack_data(
 
 @data.command("verify")
 def verify_data(
-    target: Annotated[Path, typer.Argument(help="A folder of packed shards.", metavar="DST")],
+    target: Annotated[Path, typer.Argument(parser=Path, help="A folder of packed shards.", metavar="DST")],
     decode: Annotated[bool, typer.Option("--decode", help="Decode every image too.")] = False,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
 ) -> None:
@@ -338,7 +345,7 @@ def verify_data(
 
 @data.command("info")
 def show_data(
-    path: Annotated[Path, typer.Argument(help="A folder of packed shards, or of images.", metavar="DST")],
+    path: Annotated[Path, typer.Argument(parser=Path, help="A folder of packed shards, or of images.", metavar="DST")],
 ) -> None:
     """Say what packed shards or an image folder hold."""
     from rich.table import Table

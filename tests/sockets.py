@@ -7,18 +7,18 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-LISTENING = "0A"
+LISTENING = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # for UDP: takes what anybody sends
 
 
 def list_listeners(pids: Iterable[int | str]) -> list[tuple[str, int]]:
-    """Address and port of every TCP socket that one of these processes listens on."""
+    """Address and port of every TCP or UDP socket that one of these processes listens on."""
     own = set().union(*(_list_sockets(pid) for pid in pids))
     found = []
-    for table in ("tcp", "tcp6"):
+    for table in LISTENING:
         path = Path("/proc/net") / table
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
             fields = line.split()
-            if fields[3] == LISTENING and fields[9] in own:
+            if fields[3] == LISTENING[table] and fields[9] in own:
                 host, _, port = fields[1].partition(":")
                 found.append((_read_address(host), int(port, 16)))
     return found

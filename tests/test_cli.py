@@ -282,3 +282,14 @@ def test_a_pack_that_lost_a_shard_is_one_sentence_before_training(images: Path, 
     pack_folder(images, tmp_path / "pack")
     (tmp_path / "pack" / "val-000000.tar").unlink()
     assert "val-000000.tar cannot be read" in refuse(train(tmp_path / "pack", tmp_path / "run"))
+
+
+def test_a_file_whose_name_is_no_text_is_printed(folder: Path, tmp_path: Path) -> None:
+    image = next((folder / "val" / "ring").iterdir())
+    image.rename(os.fsdecode(os.fsencode(image.parent) + b"/\xff.jpeg"))
+    os.truncate(os.fsencode(image.parent) + b"/\xff.jpeg", 10)
+    arguments = ["data", "pack", str(folder), str(tmp_path / "pack"), "--short-side=16", "--skip-bad", "--workers=1"]
+    status, out, err = commands.run(*arguments, PYTHONIOENCODING="utf-8")
+    assert (status, err) == (0, "")
+    assert "left out: " in out
+    assert "\\udcff.jpeg" in out

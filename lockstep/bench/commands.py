@@ -269,6 +269,21 @@ def chaos_command(
         raise typer.Exit(1)
 
 
+@bench.command("fuzz")
+def fuzz_command(
+    files: Annotated[int, typer.Option(min=1, help="Files to damage.")] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is damaged, and how.")] = 0,
+    case: Annotated[str | None, typer.Option(help="KIND:NUMBER, a single file; it is kept.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes at a time; 0: one for each core.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Damage recipes, checkpoints, plans, indexes, shards and images, and see whether all are read or refused."""
+    from lockstep.bench.fuzz import run
+
+    if not run(files=files, seed=seed, case=case, workers=workers, json_file=json_file, console=Console()):
+        raise typer.Exit(1)
+
+
 @bench.command("virtual")
 def virtual_command(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes, each a network namespace.")] = 4,

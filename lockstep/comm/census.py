@@ -11,12 +11,14 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from lockstep.comm.meeting import peek
 from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError, SharedError
 
@@ -118,13 +120,19 @@ def _wait_until_heard(store: Store, rank: int, size: int) -> None:
 
 def _read(store: Store, key: str, form: re.Pattern[str], seal: Seal, end: float) -> tuple[str, ...]:
     """The fields of a value once it is there; one that is no rank's is as if it had not come."""
-    while time.monotonic() < end:
-        store.wait([key])  # as long as the store itself allows
-        text = seal.open(key, store.get(key))
+    while (left_s := end - time.monotonic()) > 0:
+        value = peek(store, key)
+        if value is None:
+            store.wait([key], timedelta(seconds=left_s))
+            continue
+        text = seal.open(key, value)
         if found := form.fullmatch(text) if text is not None else None:
             return found.groups()
         time.sleep(POLL_S)
-    raise LockstepError(f"A rank left no word of where it runs ({key}); check that all ranks were started.")
+    raise LockstepError(
+        f"A rank left no word of where it runs ({key}); check that all ranks were started, with one LOCKSTEP_SECRET or "
+        "none, and that nobody else writes to their store."
+    )
 
 
 def _list_cores(mask: int) -> list[int]:

@@ -22,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 BACKLOG = 4096  # ranks that call at the same time; the system may allow fewer
 MAX_FILES = 65536
+NOTHING = "-"  # which no rank leaves
 
 
 def find_loopback() -> str:
@@ -93,6 +94,12 @@ def join_store(address: str, port: int, rank: int, size: int, timeout_s: float, 
 def call_again(address: str, port: int, size: int, timeout_s: float) -> Store:
     """A second line to the store, for one who must not wait behind what others ask of the first."""
     return _call_store(address, port, size, timeout_s, waits=False)
+
+
+def peek(store: Store, key: str) -> bytes | None:
+    """What lies under a key now; None for nothing. `get` would wait for what somebody takes away in between."""
+    value = store.compare_set(key, NOTHING, NOTHING)  # where there is nothing, it stays so
+    return None if value == NOTHING.encode() else value
 
 
 def is_kept_by_launcher() -> bool:

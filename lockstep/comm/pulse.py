@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from lockstep.comm.meeting import peek
 from lockstep.comm.seal import Seal
 
 INTERVAL_S = 0.5
@@ -181,8 +182,8 @@ class Pulse:
 
     def _read_loss(self) -> Lost | None:
         """Who was reported lost, if anyone was."""
-        known = self._store.check([LOSS_KEY])
-        return parse_loss(self._seal.open(LOSS_KEY, self._store.get(LOSS_KEY))) if known else None
+        value = peek(self._store, LOSS_KEY)
+        return parse_loss(self._seal.open(LOSS_KEY, value)) if value is not None else None
 
     def _share_loss(self, lost: Lost) -> Lost:
         """Report a lost rank; the first report stands, and is the answer."""
@@ -200,8 +201,8 @@ class Pulse:
     def _read_one(self, rank: int) -> Beat:
         """A rank's last good beat: one that is not as a rank writes it leaves the one before it standing."""
         key = _key(rank)
-        if self._store.check([key]):
-            beat = parse_beat(self._seal.open(key, self._store.get(key)))
+        if (value := peek(self._store, key)) is not None:
+            beat = parse_beat(self._seal.open(key, value))
             self._last[rank] = beat or self._last.get(rank, NEVER)
         return self._last.get(rank, NEVER)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from lockstep.errors import LockstepError
+from lockstep.files import read_small
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ GUESSED_INTRA = Link(latency_s=5e-6, bytes_per_s=5e9)
 GUESSED_INTER = Link(latency_s=30e-6, bytes_per_s=1.25e9)
 
 MOST = 100_000  # nodes, or ranks on a node, in a cluster file
+MAX_BYTES = 1 << 20  # of a cluster file; what is larger is none
+LONGEST_SHOWN = 100  # characters of a value in a sentence
 
 
 @dataclass(frozen=True)
@@ -167,15 +170,17 @@ def read_cluster(path: str | Path) -> Topology:
 
 def _load(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(read_small(Path(path), MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise LockstepError(f"There is no cluster file {path}; give the path of a TOML file.") from None
     except OSError as error:
         raise LockstepError(f"Cannot read the cluster file {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise LockstepError(f"The cluster file {path} is not text in UTF-8; give a TOML file.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise LockstepError(f"The cluster file {path} is not valid TOML: {error}.") from None
+    except RecursionError:
+        raise LockstepError(f"The cluster file {path} is nested too deeply; give plain tables.") from None
+    except ValueError as error:  # no TOML, or an integer of thousands of digits
+        raise LockstepError(f"The cluster file {path} is not valid TOML: {str(error).rstrip('.')}.") from None
 
 
 def _check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
@@ -184,7 +189,7 @@ def _check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> N
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(known)}."
-            raise LockstepError(f"{where} has an unknown key {key}; {hint}")
+            raise LockstepError(f"{where} has an unknown key {repr(key[:LONGEST_SHOWN])[1:-1]}; {hint}")
 
 
 def _counts(raw: Mapping[str, Any], where: str) -> list[int]:
@@ -193,13 +198,15 @@ def _counts(raw: Mapping[str, Any], where: str) -> list[int]:
     if given is None:
         raise LockstepError(f"{where} lacks ranks_per_node; give a number, or a list with one number per node.")
     if num_nodes is not None and not _is_count(num_nodes):
-        raise LockstepError(f"{where} has nodes = {num_nodes!r}; give the number of nodes, 1 or more.")
+        raise LockstepError(f"{where} has nodes = {_show(num_nodes)}; give the number of nodes, 1 or more.")
     if _is_count(given):
         if num_nodes is None:
             raise LockstepError(f"{where} lacks nodes; give the number of nodes, or a list as ranks_per_node.")
         return [given] * num_nodes
     if not (isinstance(given, list) and given and all(_is_count(count) for count in given)):
-        raise LockstepError(f"{where} has ranks_per_node = {given!r}; give a number from 1, or a list of such numbers.")
+        raise LockstepError(
+            f"{where} has ranks_per_node = {_show(given)}; give a number from 1, or a list of such numbers."
+        )
     if num_nodes is not None and num_nodes != len(given):
         raise LockstepError(
             f"{where} has nodes = {num_nodes}, but ranks_per_node lists {len(given)}; correct one or drop nodes."
@@ -216,7 +223,7 @@ def _link(raw: Mapping[str, Any], level: str, where: str) -> Link:
     table = raw[level]
     if not isinstance(table, dict):
         raise LockstepError(
-            f"{where} has {level} = {table!r}; make it a table [{level}] with latency_us and gbit_per_s."
+            f"{where} has {level} = {_show(table)}; make it a table [{level}] with latency_us and gbit_per_s."
         )
     _check_keys(table, ("latency_us", "gbit_per_s"), f"{where}, in [{level}],")
     latency_us = _number(table, "latency_us", f"{where}, in [{level}],")
@@ -234,5 +241,14 @@ def _number(table: Mapping[str, Any], key: str, where: str) -> float:
     value = table[key]
     # Compared, not converted: TOML has infinity, not-a-number and integers too large for a float.
     if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST * 1e3 <= value <= MOST * 1e3:
-        raise LockstepError(f"{where} has {key} = {value!r}; give a number.")
+        raise LockstepError(f"{where} has {key} = {_show(value)}; give a number.")
     return float(value)
+
+
+def _show(value: object) -> str:
+    """A value in a sentence; of one without end, its beginning."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # integers of thousands of digits, lists without end
+        return "what was given"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

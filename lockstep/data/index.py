@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.index_check import ShardInfo, check_arrays, check_header
-from lockstep.data.plain_files import read_plain
+from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
+from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 Settings = Mapping[str, float | str]
@@ -100,10 +101,15 @@ def _start_checksum(header_length: int) -> int:
     return zlib.crc32(struct.pack("<I", header_length))
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path, limit_s: float = READ_TIMEOUT_S) -> Index:
     """Read and check an index; what is wrong with it is one sentence."""
+
+    def read(steps: Steps) -> bytes:
+        steps.ask(path)
+        return read_plain(path, MAX_INDEX_BYTES)
+
     try:
-        return _parse_index(read_plain(path, MAX_INDEX_BYTES))
+        return _parse_index(look(read, limit_s))
     except OSError as error:
         raise LockstepError(
             f"The index {path} cannot be read ({error.strerror}); check path and disk, or pack the images again."

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lockstep.data.record import BLOCK, END, FRAME_BYTES
 
 MAX_SHARD_BYTES = 1 << 40  # so that a place in a shard, counted in blocks, fits 32 bits
-SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # in the index's own folder, and not hidden
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # in the index's own folder, and not hidden
 
 
 class ShardInfo(NamedTuple):
@@ -30,7 +30,7 @@ def check_header(header: Any, wanted_format: int) -> None:
     if not isinstance(header, dict):
         raise ValueError("its header is no table")
     if header.get("format") != wanted_format:
-        raise ValueError(f"it has format {header.get('format')!r}, this version reads {wanted_format}")
+        raise ValueError(f"it has format {str(header.get('format'))[:40]}, this version reads {wanted_format}")
     faults = {
         "num_samples": not _is_count(header.get("num_samples")),
         "classes": not _are_names(header.get("classes")) or not header["classes"],

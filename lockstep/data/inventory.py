@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.data.pack import measure_sizes
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.shards import SPLITS, is_packed, read_indexes
 from lockstep.data.sources import open_folder
 from lockstep.data.workers import Progress
@@ -20,21 +21,23 @@ class SplitInventory(NamedTuple):
     num_bytes: int  # of the samples alone
 
 
-def take_inventory(root: Path, progress: Callable[[str], Progress]) -> tuple[list[SplitInventory], str]:
+def take_inventory(
+    root: Path, progress: Callable[[str], Progress], limit_s: float = READ_TIMEOUT_S
+) -> tuple[list[SplitInventory], str]:
     """Each split in numbers, and a sentence on how they lie on disk."""
-    if not is_packed(root):
+    if not is_packed(root, limit_s):
         splits = [
             SplitInventory(
                 name,
                 folder.num_samples,
                 len(folder.classes),
                 0,
-                int(measure_sizes(folder, progress(f"Looking at {name}")).sum()),
+                int(measure_sizes(folder, progress(f"Looking at {name}"), limit_s).sum()),
             )
-            for name, folder in zip(SPLITS, open_folder(root), strict=True)
+            for name, folder in zip(SPLITS, open_folder(root, limit_s), strict=True)
         ]
         return splits, "A folder of images; `lockstep data pack` makes shards of it."
-    indexes = read_indexes(root)
+    indexes = read_indexes(root, limit_s)
     splits = [
         SplitInventory(name, index.num_samples, len(index.classes), len(index.shards), int(index.lengths.sum()))
         for name, index in zip(SPLITS, indexes, strict=True)

@@ -24,7 +24,7 @@ from lockstep.data.record import BLOCK, FRAME_BYTES
 from lockstep.data.shard_writer import ShardJob, cannot_write, write_shard
 from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
-from lockstep.data.threads import DaemonPool, disk_hangs
+from lockstep.data.threads import DaemonPool, Steps, disk_hangs, look
 from lockstep.data.workers import Progress, run_jobs
 from lockstep.errors import LockstepError
 
@@ -49,8 +49,8 @@ def pack_folder(
 
     `short_side` 0 keeps every file's bytes. `progress` makes a display of (samples done, total) from a title.
     """
-    _refuse_places(source, target)
-    folders = open_folder(source)
+    look(partial(_refuse_places, source, target), read_timeout_s)
+    folders = open_folder(source, read_timeout_s)
     sizes = [
         measure_sizes(folder, progress(f"Looking at {split}"), read_timeout_s)
         for folder, split in zip(folders, SPLITS, strict=True)
@@ -71,11 +71,11 @@ def pack_folder(
         for split, folder, folder_sizes in zip(SPLITS, folders, sizes, strict=True)
     ]
     try:
-        indexes = [read_index(path) for split in SPLITS if (path := index_path(target, split)).exists()]
+        indexes = [read_index(path, read_timeout_s) for path in look(partial(_list_indexes, target), read_timeout_s)]
         for index in indexes:
             _refuse_other(target, index.settings, settings)
         if len(indexes) == len(SPLITS):
-            open_shards(target)  # for what it says about a shard that is gone
+            open_shards(target, read_timeout_s)  # for what it says about a shard that is gone
         else:
             with _claim(target, settings):
                 _write_shards([job for split in jobs for job in split], workers, progress("Packing"))
@@ -173,12 +173,20 @@ def _fingerprint(folders: Sequence[ImageFolder], sizes: Sequence[NDArray[np.int6
     return digest.hexdigest()[:16]
 
 
-def _refuse_places(source: Path, target: Path) -> None:
+def _list_indexes(target: Path, steps: Steps) -> list[Path]:
+    """The indexes that an earlier pack left."""
+    steps.ask(target)
+    return [path for split in SPLITS if (path := index_path(target, split)).exists()]
+
+
+def _refuse_places(source: Path, target: Path, steps: Steps) -> None:
     """Raise when there is nothing to pack from or no place to pack to."""
+    steps.ask(source)
     if not source.is_dir():
         raise LockstepError(f"{source} is not a folder; give one that holds train/ and val/.")
     if is_packed(source):
         raise LockstepError(f"{source} holds packed shards already; give the folder of images they were made from.")
+    steps.ask(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise LockstepError(f"{target} lies inside {source}; pack to a folder outside it.")
     if target.exists() and not target.is_dir():

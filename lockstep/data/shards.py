@@ -9,7 +9,7 @@ import os
 import resource
 from bisect import bisect_right
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.index import Index, read_index
-from lockstep.data.plain_files import check_length, measure_plain, open_plain
+from lockstep.data.plain_files import READ_TIMEOUT_S, check_length, measure_plain, open_plain
 from lockstep.data.record import BLOCK, parse_name
 from lockstep.data.sources import hash_arrays, hash_labels
+from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 SPLITS = ("train", "val")
@@ -32,8 +33,13 @@ def index_path(root: Path, split: str) -> Path:
     return root / f"{split}.index"
 
 
-def is_packed(root: Path) -> bool:
+def is_packed(root: Path, limit_s: float = READ_TIMEOUT_S) -> bool:
     """Whether a folder holds shards, finished or not, and not images."""
+    return look(lambda steps: _has_shards(root, steps), limit_s)
+
+
+def _has_shards(root: Path, steps: Steps) -> bool:
+    steps.ask(root)
     return (root / WORK_FOLDER).is_dir() or any(index_path(root, split).exists() for split in SPLITS)
 
 
@@ -41,15 +47,11 @@ class OpenShard:
     """A shard open for reading at any place by any thread; closed when nobody holds it any more."""
 
     def __init__(self, path: Path) -> None:
-        self._file, _ = open_plain(path)
+        self._file, self.num_bytes = open_plain(path)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             os.close(self._file)
-
-    @property
-    def num_bytes(self) -> int:
-        return os.fstat(self._file).st_size
 
     def read(self, offset: int, length: int) -> bytes:
         """Exactly these bytes; OSError when they are not there."""
@@ -121,11 +123,11 @@ def _build_opener() -> Callable[[Path], OpenShard]:
     return lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
 
 
-def open_shards(root: Path) -> tuple[Shards, Shards]:
+def open_shards(root: Path, limit_s: float = READ_TIMEOUT_S) -> tuple[Shards, Shards]:
     """The training and validation splits of a finished pack, every shard there and of the right size."""
-    indexes = read_indexes(root)
+    indexes = read_indexes(root, limit_s)
     for index in indexes:
-        _check_sizes(root, index)
+        look(partial(_check_sizes, root, index), limit_s)
     train, val = indexes
     if train.classes != val.classes:
         raise LockstepError(f"The two indexes in {root} name different classes; pack the images again.")
@@ -134,17 +136,23 @@ def open_shards(root: Path) -> tuple[Shards, Shards]:
     return Shards(root, train), Shards(root, val)
 
 
-def read_indexes(root: Path) -> list[Index]:
+def read_indexes(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Index]:
     """The index of each split; a pack not finished is one sentence."""
-    if (root / WORK_FOLDER).is_dir() and not all(index_path(root, split).exists() for split in SPLITS):
+    if look(lambda steps: _is_unfinished(root, steps), limit_s):
         raise LockstepError(
             f"The pack in {root} is not finished; run the same `lockstep data pack` again to finish it."
         )
-    return [read_index(index_path(root, split)) for split in SPLITS]
+    return [read_index(index_path(root, split), limit_s) for split in SPLITS]
 
 
-def _check_sizes(root: Path, index: Index) -> None:
+def _is_unfinished(root: Path, steps: Steps) -> bool:
+    steps.ask(root)
+    return (root / WORK_FOLDER).is_dir() and not all(index_path(root, split).exists() for split in SPLITS)
+
+
+def _check_sizes(root: Path, index: Index, steps: Steps) -> None:
     for shard in index.shards:
+        steps.ask(root / shard.name)
         try:
             num_bytes = measure_plain(root / shard.name)
         except OSError as error:

@@ -6,7 +6,6 @@ the bytes. Here are image folders, and a generated data set is one too (`generat
 
 import hashlib
 import os
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.plain_files import measure_plain, read_plain
+from lockstep.data.plain_files import READ_TIMEOUT_S, measure_plain, read_plain
+from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -97,12 +97,18 @@ class ImageFolder:
         )
 
 
-def scan_folder(root: Path, classes: tuple[str, ...]) -> ImageFolder:
+def scan_folder(root: Path, classes: tuple[str, ...], limit_s: float = READ_TIMEOUT_S) -> ImageFolder:
     """Find every image of one split."""
+    return look(lambda steps: _scan_folder(root, classes, steps), limit_s)
+
+
+def _scan_folder(root: Path, classes: tuple[str, ...], steps: Steps) -> ImageFolder:
     paths: list[bytes] = []
     counts: list[int] = []
     for name in classes:
-        found = sorted(os.fsencode(path) for path in _find_images(root, name))
+        found: list[bytes] = []
+        _find_images(root, name, found, steps)
+        found.sort()
         if not found:
             raise LockstepError(f"The class folder {root / name} holds no images; add some or remove the folder.")
         paths += found
@@ -112,20 +118,24 @@ def scan_folder(root: Path, classes: tuple[str, ...]) -> ImageFolder:
     return ImageFolder(os.fsencode(root) + b"/", classes, b"".join(paths), ends, labels)
 
 
-def _find_images(root: Path, folder: str) -> Iterator[str]:
-    """Paths relative to the root of all images in a folder and the folders below it."""
+def _find_images(root: Path, folder: str, found: list[bytes], steps: Steps) -> None:
+    """Add the paths, relative to the root, of all images in a folder and the folders below it."""
+    steps.ask(root / folder)
     with os.scandir(root / folder) as entries:
         for entry in entries:
-            if entry.name.startswith("."):
+            steps.count += 1  # a folder may hold a million files, on a disk far away
+            name = entry.name
+            if name.startswith("."):
                 continue
-            if entry.name.lower().endswith(IMAGE_SUFFIXES):
-                yield f"{folder}/{entry.name}"
+            if name.lower().endswith(IMAGE_SUFFIXES):
+                found.append(os.fsencode(f"{folder}/{name}"))
             elif entry.is_dir():
-                yield from _find_images(root, f"{folder}/{entry.name}")
+                _find_images(root, f"{folder}/{name}", found, steps)
 
 
-def _list_classes(root: Path) -> tuple[str, ...]:
+def _list_classes(root: Path, steps: Steps) -> tuple[str, ...]:
     """The class folders of one split, sorted."""
+    steps.ask(root)
     if not root.is_dir():
         raise LockstepError(f"There is no folder {root}; data.path must name a folder that holds train/ and val/.")
     with os.scandir(root) as entries:
@@ -145,22 +155,31 @@ def _refuse_difference(extra: set[str], there: Path, missing: Path) -> None:
         )
 
 
-def check_root(root: Path) -> None:
+def check_root(root: Path, limit_s: float = READ_TIMEOUT_S) -> None:
     """Refuse a root that is no folder here."""
+    look(lambda steps: _check_root(root, steps), limit_s)
+
+
+def _check_root(root: Path, steps: Steps) -> None:
+    steps.ask(root)
     if not root.is_dir():
         raise LockstepError(f"The data path {root} is not a folder; set data.path to one that holds train/ and val/.")
 
 
-def open_folder(root: str | Path) -> tuple[ImageFolder, ImageFolder]:
+def open_folder(root: str | Path, limit_s: float = READ_TIMEOUT_S) -> tuple[ImageFolder, ImageFolder]:
     """The training and validation splits under a root; labels number the sorted class names, the same in both."""
     root = Path(root).expanduser()
+    return look(lambda steps: _open_folder(root, steps), limit_s)
+
+
+def _open_folder(root: Path, steps: Steps) -> tuple[ImageFolder, ImageFolder]:
     train, val = root / "train", root / "val"
     try:
-        check_root(root)
-        classes, val_classes = _list_classes(train), _list_classes(val)
+        _check_root(root, steps)
+        classes, val_classes = _list_classes(train, steps), _list_classes(val, steps)
         _refuse_difference(set(classes) - set(val_classes), train, val)
         _refuse_difference(set(val_classes) - set(classes), val, train)
-        return scan_folder(train, classes), scan_folder(val, classes)
+        return _scan_folder(train, classes, steps), _scan_folder(val, classes, steps)
     except OSError as error:
         raise LockstepError(
             f"The data path {error.filename or root} cannot be read ({error.strerror}); check its permissions and disk."

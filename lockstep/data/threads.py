@@ -2,7 +2,8 @@
 
 Nobody can wake a thread that waits for a disk. So threads that read are daemons, which die with the process; whoever
 waits for one gives it up after a limit, and another does its work. What a given-up thread reads in the end is dropped.
-Torch-free.
+What is looked at once, such as a folder or an index, has nobody else to do it: a disk that does not answer there is a
+sentence. Torch-free.
 """
 
 import errno
@@ -12,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TypeVar
 
 from lockstep.errors import LockstepError
@@ -201,6 +203,57 @@ def _run_until_hung(work: Callable[[], None], watch: Watch) -> int | None:
         raise
     done.result()
     return None
+
+
+class Steps:
+    """How far a thread has come with the disk, for whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.place: str | Path = ""  # that it asks the disk about
+        self.count = 0  # answers so far: while it rises, the disk is slow and does not hang
+        self.is_wanted = True
+
+    def ask(self, place: str | Path) -> None:
+        """This thread is about to ask for something there; GivenUp when nobody wants to know any more."""
+        if not self.is_wanted:
+            raise GivenUp
+        self.place = place
+        self.count += 1
+
+
+def look(work: Callable[[Steps], Result], limit_s: float) -> Result:
+    """What `work` finds on a disk; LockstepError when the disk gives no answer for `limit_s`.
+
+    However long it takes as a whole: `work` counts its steps. Who waits here can be interrupted.
+    """
+    steps = Steps()
+    done = _start(lambda: work(steps), "lockstep-look")
+    tick_s = min(LOOK_S, limit_s / 4)
+    # Ticks rather than a clock: a process that was stopped for a while has not waited for anybody.
+    num_silent, before = 0, steps.count
+    try:
+        while wait([done], tick_s).not_done:
+            num_silent = num_silent + 1 if steps.count == before else 0
+            before = steps.count
+            if num_silent * tick_s >= limit_s:
+                raise LockstepError(f"{steps.place} does not answer within {limit_s:g} s; see whether its disk does.")
+    finally:
+        steps.is_wanted = False
+    return done.result()
+
+
+def _start(work: Callable[[], Result], name: str) -> "Future[Result]":
+    """Let a daemon thread work."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 def read_one(read: Callable[[], Result], limit_s: float, what: str) -> Result:

@@ -53,13 +53,20 @@ class Verdict(NamedTuple):
         return sum(damage.num_samples for damage in self.damages)
 
 
-def verify_shards(root: Path, *, decode: bool, workers: int, progress: Progress | None = None) -> Verdict:
+def verify_shards(
+    root: Path,
+    *,
+    decode: bool,
+    workers: int,
+    progress: Progress | None = None,
+    read_timeout_s: float = READ_TIMEOUT_S,
+) -> Verdict:
     """Check every sample of both splits, and with `decode` that each is an image."""
     jobs: list[CheckJob] = []
-    for index in read_indexes(root):
+    for index in read_indexes(root, read_timeout_s):
         first = 0
         for part in split_index(index):
-            jobs.append(CheckJob(root, part, first, decode))
+            jobs.append(CheckJob(root, part, first, decode, read_timeout_s))
             first += part.num_samples
     total = sum(job.index.num_samples for job in jobs)
     found = run_jobs(check_shard, jobs, workers=workers, total=total, progress=progress)

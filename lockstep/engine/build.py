@@ -79,7 +79,8 @@ def open_sources(config: DataConfig, progress: Progress | None = None) -> Source
         root = build_generated(default_cache(), config.train_images, config.val_images, progress)
     else:
         root = Path(config.path).expanduser()
-    return Sources(*(open_shards(root) if is_packed(root) else open_folder(root)))
+    limit_s = config.read_timeout_s
+    return Sources(*(open_shards(root, limit_s) if is_packed(root, limit_s) else open_folder(root, limit_s)))
 
 
 def count_steps(config: RunConfig, num_samples: int) -> tuple[int, int]:

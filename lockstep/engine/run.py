@@ -30,6 +30,7 @@ from lockstep.restarts import leave_outcome
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
 
@@ -139,7 +140,7 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None) ->
     scanned = share_scanned(world, sources, root)
     if scanned is None:
         return sources or open_sources(config.data)
-    check_root(root)  # there it must be on every node
+    check_root(root, config.data.read_timeout_s)  # there it must be on every node
     return scanned
 
 
@@ -174,10 +175,19 @@ def explain_failures(world: World) -> Iterator[None]:
         raise LockstepError(
             "A rank's share of the last batch is one sample, too few for batch norm; change train.global_batch."
         ) from error
+    except MemoryError as error:
+        raise LockstepError(_describe_want(world)) from error
     except RuntimeError as error:
+        if NO_MEMORY in str(error):
+            raise LockstepError(_describe_want(world)) from error
         if not any(words in str(error) for words in LOST_CONTACT):
             raise
         raise LockstepError(describe_loss(world.rank, world.pulse)) from error
+
+
+def _describe_want(world: World) -> str:
+    """The sentence for a host whose memory is too small for what is asked for."""
+    return f"Rank {world.rank} is out of memory; lower train.global_batch, data.image_size or model.width."
 
 
 @contextmanager

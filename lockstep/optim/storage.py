@@ -67,9 +67,11 @@ def load_named(flat: Tensor, layout: Layout, arrays: Mapping[str, Tensor]) -> No
     """Fill a flat array from arrays by parameter name; nothing is written unless all names and shapes are right."""
     names = {slot.name for slot in layout.slots}
     if missing := sorted(names - arrays.keys()):
-        raise LockstepError(f"The array of parameter '{missing[0]}' is missing{_and_more(missing)}: {_ADVICE}")
+        raise LockstepError(
+            f"The array of parameter '{missing[0][:LONGEST]}' is missing{_and_more(missing)}: {_ADVICE}"
+        )
     if unknown := sorted(arrays.keys() - names):
-        raise LockstepError(f"The model has no parameter '{unknown[0]}'{_and_more(unknown)}: {_ADVICE}")
+        raise LockstepError(f"The model has no parameter '{unknown[0][:LONGEST]}'{_and_more(unknown)}: {_ADVICE}")
     for slot in layout.slots:
         if tuple(arrays[slot.name].shape) != slot.shape:
             found = tuple(arrays[slot.name].shape)
@@ -78,6 +80,7 @@ def load_named(flat: Tensor, layout: Layout, arrays: Mapping[str, Tensor]) -> No
         view.copy_(arrays[slot.name])
 
 
+LONGEST = 200  # characters of a name in a sentence: it may come from a forged file
 _ADVICE = "use the model settings these arrays were saved with."
 
 

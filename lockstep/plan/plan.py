@@ -15,6 +15,7 @@ import tomli_w
 
 from lockstep.comm.cost import GROUPED, Choice
 from lockstep.comm.fusion import Buffer, ReductionPlan
+from lockstep.config import show
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout
 
@@ -115,7 +116,7 @@ def _read_part(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _read_execution(table: Mapping[str, Any]) -> Execution:
     kernels, recorded, compiled = (table.get(field.name) for field in fields(Execution))
     if kernels not in get_args(Kernels) or compiled not in get_args(Compile) or not isinstance(recorded, bool):
-        raise LockstepError(f"The plan's [execution] is {dict(table)}, which is no way to execute a step.")
+        raise LockstepError(f"The plan's [execution] is {show(dict(table))}, which is no way to execute a step.")
     return Execution(cast(Kernels, kernels), recorded, cast(Compile, compiled))
 
 
@@ -124,7 +125,7 @@ def _read_input(table: Mapping[str, Any]) -> InputPlan:
     counts = [table.get(field.name) for field in fields(InputPlan)[1:]]
     are_counts = all(type(count) is int and 0 <= count <= MOST for count in counts)
     if decoder not in get_args(DecoderKind) or not are_counts or not table["threads"]:
-        raise LockstepError(f"The plan's [input] is {dict(table)}, which is no way to make batches.")
+        raise LockstepError(f"The plan's [input] is {show(dict(table))}, which is no way to make batches.")
     return InputPlan(decoder, *counts)  # type: ignore[arg-type]
 
 
@@ -155,7 +156,7 @@ def read_reduction(table: Mapping[str, Any], layout: Layout, num_ranks: int) -> 
 def _read_choice(text: object, num_ranks: int) -> Choice:
     choice = Choice.parse(text) if isinstance(text, str) and len(text) < 64 else None
     if choice is None or choice.group_size > num_ranks:
-        raise LockstepError(f"The plan sums a buffer by {text!r}, which {num_ranks} ranks cannot do.")
+        raise LockstepError(f"The plan sums a buffer by {show(text)}, which {num_ranks} ranks cannot do.")
     assert choice.group_size == 1 or choice.algorithm in GROUPED
     return choice
 

@@ -17,6 +17,9 @@ from lockstep.layout import Layout
 from lockstep.plan.plan import Execution
 
 FORMAT = 1
+SHORTEST_S, LONGEST_S = 1e-9, 1e6  # of a message that was measured
+LONGEST_NAME = 64  # of an all-reduce
+MOST = 1 << 62  # of any number in a profile: what is larger, nobody measured, and a float may not hold it
 
 
 @dataclass(frozen=True)
@@ -165,20 +168,26 @@ def _read_step(table: dict[str, Any]) -> StepTime:
 
 def _read_timing(table: dict[str, Any]) -> Timing:
     num_bytes = table["bytes"]
-    if type(num_bytes) is not int or num_bytes <= 0:
+    if type(num_bytes) is not int or not 0 < num_bytes <= MOST:
         raise ValueError(f"{num_bytes!r} bytes")
-    return Timing(Choice.parse(str(table["all_reduce"])), num_bytes, _number(table["seconds"]))
+    seconds = _number(table["seconds"])
+    if not SHORTEST_S <= seconds <= LONGEST_S:  # no clock tells less, and costs are fitted to its inverse
+        raise ValueError(f"a message that took {seconds} s")
+    return Timing(Choice.parse(str(table["all_reduce"])[:LONGEST_NAME]), num_bytes, seconds)
 
 
 def _read_trial(table: dict[str, Any]) -> Trial:
     seconds = math.inf if table["seconds"] is None else _number(table["seconds"])
     execution = Execution(**_check_types(Execution, table["execution"]))
-    return Trial(execution, str(table["rule"]), str(table["reduction"]), seconds, str(table["failure"]))
+    texts = {name: table[name] for name in ("rule", "reduction", "failure")}
+    if any(not isinstance(text, str) or "[/" in text for text in texts.values()):
+        raise ValueError("a trial is not told in plain text")
+    return Trial(execution, seconds=seconds, **texts)
 
 
 def _number(value: object) -> float:
     """A time: finite and not negative."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
         raise ValueError(f"{value!r} is no time")
     return float(value)
 
@@ -190,4 +199,8 @@ def _check_types(kind: type, table: dict[str, Any]) -> dict[str, Any]:
         wanted: Any = plain.get(getattr(annotation, "__name__", str(annotation)), str)
         if not isinstance(table[name], wanted) or (wanted is int and isinstance(table[name], bool)):
             raise ValueError(f"{name} is {table[name]!r}")
+        if isinstance(table[name], int | float) and not abs(table[name]) <= MOST:  # which a NaN is not
+            raise ValueError(f"{name} is out of all measure")
+        if isinstance(table[name], str) and "[/" in table[name]:  # where a style ends, in the words of who prints it
+            raise ValueError(f"{name} is no plain text")
     return {name: table[name] for name in kind.__annotations__}

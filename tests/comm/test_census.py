@@ -2,6 +2,8 @@
 
 import os
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,41 @@ def test_a_strangers_record_is_as_if_it_had_not_come() -> None:
     store.set("lockstep/agreed/1", "- nccl 999999 0")
     heard = agree([Place("a", NO_DEVICE, ALL)] * 2, store, secret="the run's")
     assert heard == [("gloo", 8, ""), ("gloo", 8, "")]
+
+
+class RobbedStore(HashStore):
+    """A store from which a stranger takes every answer as soon as it is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.delete_key(key)
+        time.sleep(0.01)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        self.delete_key(key)
+        return expected.encode()
+
+    def get(self, key: str) -> bytes:
+        time.sleep(8)
+        raise RuntimeError("wait timeout")
+
+
+class SpoiltStore(HashStore):
+    """A store in which a stranger overwrites every answer."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return b"nonsense"
+
+    def get(self, key: str) -> bytes:
+        return b"nonsense"
+
+
+@pytest.mark.parametrize("kind", [RobbedStore, SpoiltStore])
+def test_a_stranger_who_takes_or_spoils_every_answer_costs_the_timeout_and_no_more(kind: type[HashStore]) -> None:
+    begun = time.monotonic()
+    with pytest.raises(LockstepError, match="left no word of where it runs"):
+        take_census(kind(), 0, 1, Place("a", NO_DEVICE, ALL), asked="auto", seal=Seal("ours"), timeout_s=0.5)
+    assert time.monotonic() - begun < 5
 
 
 def count_threads(world: World) -> tuple[int, str]:

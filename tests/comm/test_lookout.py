@@ -108,9 +108,9 @@ class StuckStore:
     def set(self, key: str, value: str) -> None:
         pass
 
-    def check(self, keys: list[str]) -> bool:
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         time.sleep(600)
-        return False
+        return b""
 
 
 def test_where_the_store_answers_nothing_its_keeper_is_lost() -> None:

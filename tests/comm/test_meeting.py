@@ -1,13 +1,14 @@
 """The store that ranks meet in listens on the address they were told, and on no other."""
 
 import socket
+import time
 from datetime import timedelta
 
 import pytest
 from torch.distributed import TCPStore
 
 from lockstep.comm import meeting
-from lockstep.comm.meeting import INTERFACES, is_loopback, keep_store, open_listener, stay_on_loopback
+from lockstep.comm.meeting import INTERFACES, is_loopback, keep_store, open_listener, peek, stay_on_loopback
 from lockstep.errors import LockstepError
 from tests.ranks import find_port
 from tests.sockets import find_outside_address, list_listeners
@@ -22,6 +23,24 @@ def test_a_store_listens_on_its_address_alone_and_serves_who_calls() -> None:
     assert store.get("key") == b"value"
     hosts = [host for host, number in list_listeners(["self"]) if number == port]
     assert hosts == ["127.0.0.1"]
+
+
+def test_what_lies_in_a_store_is_looked_at_without_waiting_for_it() -> None:
+    store = keep_store(open_listener("localhost", 0), 1, 20, waits=False)
+    assert peek(store, "key") is None
+    assert not store.check(["key"])  # and looking leaves nothing there
+    store.set("key", "value")
+    assert peek(store, "key") == b"value"
+    store.delete_key("key")
+    begun = time.monotonic()
+    assert peek(store, "key") is None
+    assert time.monotonic() - begun < 10
+
+
+def test_who_listens_is_told_for_udp_too() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(("0.0.0.0", 0))
+        assert ("0.0.0.0", receiver.getsockname()[1]) in list_listeners(["self"])
 
 
 def test_another_address_of_the_machine_can_be_named(outside: str) -> None:

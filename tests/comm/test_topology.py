@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,32 @@ def test_each_mistake_in_a_cluster_file_is_a_sentence_that_names_it(tmp_path: Pa
     with pytest.raises(LockstepError, match=sentence) as caught:
         read_cluster(write(tmp_path, text))
     assert "cluster.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes = " + "[" * 5000,
+        "nodes = " + "{a=" * 3000 + "1" + "}" * 3000,
+        "nodes = " + "9" * 5000,
+        "nodes = 0x" + "f" * 5000,
+        f"nodes = '{'z' * 5000}'",
+        f"{'z' * 5000} = 1",
+        '"a\\nb" = 1',
+        f"ranks_per_node = [{'0, ' * 5000}]",
+    ],
+)
+def test_a_cluster_file_without_measure_is_a_short_sentence(tmp_path: Path, text: str) -> None:
+    with pytest.raises(LockstepError, match="luster file") as caught:
+        read_cluster(write(tmp_path, f"ranks_per_node = 2\n{text}" if "ranks" not in text else text))
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+def test_a_pipe_in_a_cluster_files_place_is_a_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cluster.toml")
+    with pytest.raises(LockstepError, match="not a plain file"):
+        read_cluster(tmp_path / "cluster.toml")
 
 
 def test_a_cluster_file_that_cannot_be_read_is_a_sentence(tmp_path: Path) -> None:

@@ -152,3 +152,18 @@ def test_a_forged_index_is_read_rightly_or_refused(pack: Path) -> None:
 
 def verify(pack: Path) -> None:
     verify_shards(pack, decode=False, workers=1)
+
+
+@pytest.mark.parametrize("key", ["format", "shards"])
+def test_an_index_with_an_endless_word_is_a_short_sentence(pack: Path, key: str) -> None:
+    content = (pack / "train.index").read_bytes()
+    forgery = Forgery(content)
+    if key == "format":
+        forgery.header["format"] = "z" * 5000
+    else:
+        forgery.header["shards"][0][0] = "z" * 5000
+    (pack / "train.index").write_bytes(forgery.signed())
+    with pytest.raises(LockstepError, match="is damaged") as caught:
+        open_shards(pack)
+    (pack / "train.index").write_bytes(content)
+    assert len(str(caught.value)) < 500

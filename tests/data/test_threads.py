@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lockstep.data import threads
-from lockstep.data.threads import MAX_HUNG, DaemonPool, GivenUp, Watch, read_each, read_one
+from lockstep.data.threads import MAX_HUNG, DaemonPool, GivenUp, Steps, Watch, look, read_each, read_one
 from lockstep.errors import LockstepError
 from tests.data.test_read_process import wait_until
 
@@ -167,3 +167,39 @@ def test_one_read_is_its_result_or_its_error() -> None:
     with pytest.raises(TimeoutError, match=r"not read within 0\.5 s"):
         read_one(lambda: gate.wait(60), LIMIT_S, "a disk")
     gate.set()
+
+
+def test_what_is_looked_at_comes_back_or_its_error_does() -> None:
+    def fail(steps: Steps) -> None:
+        raise OSError(5, "broken")
+
+    assert look(lambda steps: 7, LIMIT_S) == 7
+    with pytest.raises(OSError, match="broken"):
+        look(fail, LIMIT_S)
+
+
+def test_a_look_that_moves_may_take_as_long_as_it_takes() -> None:
+    def crawl(steps: Steps) -> int:
+        for _ in range(8):
+            steps.ask("a folder")
+            time.sleep(0.1)
+        return 8
+
+    assert look(crawl, 0.3) == 8
+
+
+def test_a_look_that_stands_still_is_a_sentence_and_its_thread_goes_no_further() -> None:
+    released, ended = threading.Event(), threading.Event()
+
+    def hang(steps: Steps) -> None:
+        steps.ask("/far/train")
+        released.wait(60)
+        try:
+            steps.ask("/far/val")
+        except GivenUp:
+            ended.set()
+
+    with pytest.raises(LockstepError, match=r"^/far/train does not answer within 0\.1 s; see whether its disk does\.$"):
+        look(hang, 0.1)
+    released.set()
+    assert ended.wait(10)

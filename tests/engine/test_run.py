@@ -4,9 +4,11 @@ import json
 import shutil
 import signal
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -215,6 +217,13 @@ def test_a_stop_signal_is_noted_and_the_handlers_come_back(number: signal.Signal
 def test_an_outside_failure_becomes_a_sentence(error: Exception, words: str) -> None:
     with pytest.raises(LockstepError, match=words), explain_failures(replace(world_of_one(), rank=5)):
         raise error
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.empty(1 << 46), lambda: np.empty(1 << 46)])
+def test_a_recipe_that_no_memory_holds_is_one_sentence(ask: Callable[[], object]) -> None:
+    said = pytest.raises(LockstepError, match=r"Rank 5 is out of memory; lower train\.global_batch")
+    with said, explain_failures(replace(world_of_one(), rank=5)):
+        ask()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("no"), KeyError("x")])

@@ -146,3 +146,12 @@ def test_mixed_views_divide_a_layout_between_two_arrays() -> None:
     flat = torch.arange(layout.numel, dtype=torch.float64)
     mixed = mixed_views(flat[: layout.split], flat[layout.split :], layout)
     assert all(torch.equal(a, b) for a, b in zip(mixed, views(flat, layout), strict=True))
+
+
+def test_a_parameter_of_an_endless_name_is_a_short_sentence() -> None:
+    layout = plan_layout(describe_parameters(small_model()))
+    flat = torch.zeros(layout.numel)
+    arrays = named_arrays(flat, layout) | {"a" * 5000: torch.zeros(1)}
+    with pytest.raises(LockstepError, match="has no parameter 'aaa") as caught:
+        load_named(flat, layout, arrays)
+    assert len(str(caught.value)) < 500

@@ -114,6 +114,15 @@ def test_deep_nesting_is_a_sentence() -> None:
         from_toml("a = " + "[" * 100_000, build_layout([True]), 2)
 
 
+@pytest.mark.parametrize("path", ["execution.kernels", "input.threads", "reduction.buffer.0.all_reduce"])
+def test_an_integer_of_thousands_of_digits_is_a_short_sentence(path: str) -> None:
+    layout = build_layout([True] * 6 + [False] * 3)
+    text = tomli_w.dumps(damage(to_table(build_plan(layout)), path, "HERE")).replace('"HERE"', "0x" + "f" * 5000)
+    with pytest.raises(LockstepError, match="plan") as caught:
+        from_toml(text, layout, 4)
+    assert len(str(caught.value)) < 500
+
+
 def test_in_words_it_says_buffers_overlap_and_algorithms() -> None:
     layout = build_layout([False] * 2)
     plan = build_plan(layout, threshold=1e9)

@@ -98,6 +98,15 @@ def test_a_damaged_profile_is_a_sentence() -> None:
         table | {"setup": {}},
         table | {"messages": [{"all_reduce": "flat", "bytes": -5, "seconds": 1.0}]},
         table | {"trials": [{}]},
+        table | {"seconds": 10**400},
+        table | {"setup": table["setup"] | {"batch": 10**400}},
+        table | {"setup": table["setup"] | {"device": "[/bold]"}},
+        table | {"messages": [{"all_reduce": "flat", "bytes": 10**400, "seconds": 1.0}]},
+        *(
+            table | {"messages": [{"all_reduce": "flat", "bytes": number, "seconds": seconds} for number in (1, 9)]}
+            for seconds in (0, 1e-320, 1e300)
+        ),
+        table | {"trials": [table["trials"][0] | {"failure": "[/bold]"}]},
         [],
     ):
         with pytest.raises(LockstepError, match="The profile"):
