@@ -231,10 +231,12 @@ def _meet(
         store, line = separate_attempt(store), separate_attempt(line)
         agreed = take_census(store, rank, size, find_place(device), asked=backend, seal=seal, timeout_s=timeout_s)
         _start_backend(agreed.backend, store, member, device, timeout_s)
-    except dist.DistError as error:
+    # Gloo takes the addresses it finds in the store at their word: what a stranger has put there may have any length.
+    except (RuntimeError, ValueError, MemoryError) as error:
+        reason = str(error).splitlines() or [type(error).__name__]
         raise LockstepError(
-            f"Rank {rank} could not meet the other ranks at {address}:{port} "
-            f"({str(error).splitlines()[0]}); check that all were started, and set MASTER_PORT to a free port."
+            f"Rank {rank} could not meet the other ranks at {address}:{port} ({reason[0]}); "
+            "check that all were started, and set MASTER_PORT to a free port."
         ) from error
     return agreed, store, line
 

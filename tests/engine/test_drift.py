@@ -89,9 +89,9 @@ def test_a_run_of_unlike_ranks_goes_on_and_one_whose_memory_fails_ends(images: P
 
 
 DAMAGE = """
-import os
-if os.environ.get("RANK") == "1":
-    import importlib.abc, importlib.util, sys
+import os, sys
+if "train" in sys.orig_argv:
+    import importlib.abc, importlib.util
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
@@ -107,7 +107,7 @@ if os.environ.get("RANK") == "1":
 
                 def damage(parts):
                     count[0] += 1
-                    if count[0] == 2:
+                    if count[0] == 2 and os.environ.get("RANK") == "1":
                         parts.weights[7] += 1000.0
                     note(parts)
 
