@@ -22,7 +22,7 @@ from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
-from lockstep.events import Notice, Sink
+from lockstep.events import Notice, RunEnded, Sink, read_events
 from lockstep.files import write_whole
 from lockstep.processes import end_on_second
 from lockstep.recipes.read import load_recipe
@@ -68,7 +68,8 @@ def run_rank(
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
-                trainer.resume()
+                if not trainer.resume() and world.broadcast_value(world.is_first and has_finished(folder)):
+                    return "finished"
                 if world.is_first:  # not before: overrides that do not fit must leave the run resumable
                     if changes := describe_changes(folder, config):
                         sink.emit(Notice(level="info", text=changes))
@@ -78,6 +79,11 @@ def run_rank(
             sink.close()
             if parts.hybrid:
                 parts.hybrid.close()
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether a run's log says so; what was killed between its last step and its last word has that still to say."""
+    return any(isinstance(event, RunEnded) and event.status == "finished" for event in read_events(folder))
 
 
 def check_alike(config: RunConfig, world: World) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ from lockstep.plan.choose import explain_choice
 from lockstep.plan.folder import write_plan
 from lockstep.plan.plan import Plan, describe_reduction, to_table
 from lockstep.plan.profile import InputRate
+from lockstep.restarts import count_restarts
 
 Status = Literal["finished", "interrupted"]
 
@@ -373,15 +375,20 @@ class Trainer:
                 )
             )
 
-    def resume(self) -> None:
-        """Take up the newest good state, or begin if the run ended before its first; to be called before `run`."""
+    def resume(self) -> bool:
+        """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.
+
+        False if no step is left to take: a rank was lost after the last one, and whoever started it again cannot know.
+        """
         disk = self.folder / "checkpoints"
         taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
         if taken_up is None:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
-            return
+            return True
         self.state, written = taken_up.state, taken_up.written
         if self._is_last:
+            if count_restarts(os.environ):
+                return False
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
                 "--set train.duration=… with a longer one."
@@ -396,6 +403,7 @@ class Trainer:
                 f"its place in the data ({place}), which is step {self.state.step} of {self.total_steps} in such "
                 "batches."
             )
+        return True
 
     def _emit(self, event: Event) -> None:
         self.account.hear(event)

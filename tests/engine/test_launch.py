@@ -205,6 +205,26 @@ def test_what_would_fail_again_is_not_tried_again(images: Path, tmp_path: Path) 
     assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
 
 
+def test_ranks_that_are_lost_after_the_last_step_leave_a_finished_run(images: Path, tmp_path: Path) -> None:
+    """Started again, they find nothing to do, or the last word still to say; by hand it is a sentence."""
+    folder = tmp_path / "run"
+    assert commands.run(*arguments(images), f"--out={folder}")[0] == 0
+    log = (folder / "events.jsonl").read_text()
+    again = ["train", str(folder), "--resume"]
+    status, _, err = commands.run(*again)
+    assert status == 1
+    assert "is finished (step 3 of 3)" in err
+    assert commands.run(*again, TORCHELASTIC_RESTART_COUNT="1")[0] == 0
+    assert (folder / "events.jsonl").read_text() == log
+    without_end = [line for line in log.splitlines(keepends=True) if not line.startswith('{"kind":"RunEnded"')]
+    (folder / "events.jsonl").write_text("".join(without_end))
+    (folder / "summary.json").unlink()
+    status, out, err = commands.run(*again, TORCHELASTIC_RESTART_COUNT="1")
+    assert status == 0, err
+    assert commands.summary(folder)["status"] == "finished"
+    assert "Traceback" not in out + err
+
+
 def start_node(name: str, port: int, arguments: list[str]) -> "subprocess.Popen[str]":
     """torchrun's agent as on a node of its own, with one rank; node "a" is where they meet."""
     rendezvous = f"last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4,is_host={int(name == 'a')}"
