@@ -136,8 +136,10 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
     if evaluated:
         rows.append(("top-1", f"{percent(evaluated.top1)}  ({evaluated.correct1:,} of {evaluated.total:,})"))
         rows.append(("top-5", f"{percent(evaluated.top5)}  ({evaluated.correct5:,} of {evaluated.total:,})"))
-    rows.append(("T  throughput", f"{count(ended.images_per_second)} images/s  (T = S x N x e)"))
-    if ended.speed_one_rank is not None and ended.efficiency is not None:
+    has_failed = ended.status == "failed"  # which is all that counts then
+    if not has_failed:
+        rows.append(("T  throughput", f"{count(ended.images_per_second)} images/s  (T = S x N x e)"))
+    if ended.speed_one_rank is not None and ended.efficiency is not None and not has_failed:
         rows.append(("S  one rank alone", f"{count(ended.speed_one_rank)} images/s"))
         rows.append(("N  ranks", str(ended.world_size)))
         rows.append(("e  efficiency", percent(ended.efficiency)))
@@ -150,7 +152,7 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
 
 
 def describe_spent(ended: RunEnded, verdict: str) -> list[str]:
-    """Where the time went and who held the others up; nothing for a run that ended before it trained."""
-    if ended.share_compute + ended.share_comm + ended.share_input <= 0:
+    """Where the time went and who held the others up; nothing for a run that failed, or ended before it trained."""
+    if ended.status == "failed" or ended.share_compute + ended.share_comm + ended.share_input <= 0:
         return []
     return [f"{verdict}.", *([ended.straggler] if ended.straggler else [])]

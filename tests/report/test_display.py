@@ -109,11 +109,19 @@ def test_a_run_that_failed_before_training_says_why() -> None:
         share_input=0.0,
     )
     assert show([started(), end], Console(file=io.StringIO())).splitlines()[1:] == [
-        "status         failed after 0:01, 0 steps",
-        "reason         no data",
-        "T  throughput  0.00 images/s  (T = S x N x e)",
-        "run folder     runs/tiny-1",
+        "status      failed after 0:01, 0 steps",
+        "reason      no data",
+        "run folder  runs/tiny-1",
     ]
+
+
+def test_a_run_that_failed_amid_training_says_why_and_not_how_quick_it_was() -> None:
+    said = show(
+        [started(), ended(5, 1001, wall_s=1.0, status="failed", reason="a rank was lost")], Console(file=io.StringIO())
+    )
+    assert "a rank was lost" in said
+    assert "throughput" not in said
+    assert "compute" not in said
 
 
 def test_a_terminal_gets_the_live_view_and_anything_else_plain_lines() -> None:
