@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -37,10 +37,10 @@ from lockstep.bench.chaos.report import Report, Row, UsefulTime, Verdict, descri
 from lockstep.bench.chaos.runs import Place, Run
 from lockstep.bench.chaos.surroundings import Surroundings
 from lockstep.bench.chaos.torment import torment, wait_for_moment
-from lockstep.bench.chaos.useful import count_steps
+from lockstep.bench.chaos.useful import count_steps, measure_lost
 from lockstep.cli import app
 from lockstep.errors import LockstepError
-from lockstep.events import EpochDone, Event, StepDone, encode
+from lockstep.events import EpochDone, Event, RunStarted, StepDone, encode
 
 ROW = Row(1, "restarts", "SIGKILL", "rank 0", "step", 5, True, False, True, None, 0.5, 2.5, False)
 
@@ -316,11 +316,24 @@ def test_a_file_that_no_part_wrote_is_a_sentence(tmp_path: Path, text: str) -> N
         read_report(tmp_path / "part.json")
 
 
-def test_steps_that_were_taken_twice_count_once() -> None:
-    def step(at: float, number: int, seconds: float = 0.1) -> Event:
-        values = dict.fromkeys(("epoch", "loss", "top1", "lr", "images_per_second", "input_s"), 0.0)
-        return StepDone(time_s=at, step=number, step_s=seconds, compute_s=0.0, comm_s=0.0, **values)
+def step(at: float, number: int, seconds: float = 1.0) -> Event:
+    values = dict.fromkeys(("epoch", "loss", "top1", "lr", "images_per_second", "input_s"), 0.0)
+    return StepDone(time_s=at, step=number, step_s=seconds, compute_s=0.0, comm_s=0.0, **values)
 
-    undisturbed = [step(0, 1, 5.0), *(step(number, number + 1) for number in range(1, 10))]
+
+def test_steps_that_were_taken_twice_count_once() -> None:
+    undisturbed = [step(number, number + 1) for number in range(10)]
     later = [step(11, 12), step(12, 13), step(15, 12), step(16, 13), step(17, 14), step(99, 50)]
-    assert count_steps([*undisturbed, *later], 10.0, 20.0) == (4, 0.1)
+    assert count_steps([*undisturbed, *later], 10.0, 20.0) == 4
+
+
+def test_time_is_lost_from_a_fault_until_the_run_is_as_far_again() -> None:
+    """A second a step. Killed at 12, on its feet at 14.5, at step 13 again at 16.5: the next one is of use."""
+    begun = {item.name: None for item in fields(RunStarted)} | {"start_step": 11}
+    again = RunStarted(**begun | {"time_s": 14.5})  # type: ignore[arg-type]
+    undisturbed = [RunStarted(**begun | {"time_s": 0.0}), *(step(number, number + 1) for number in range(13))]  # type: ignore[arg-type]
+    later = [again, step(15.5, 12), step(16.5, 13), step(17.5, 14), step(18.5, 15)]
+    assert measure_lost([*undisturbed, *later], 10.0, 20.0) == pytest.approx(4.5)
+    assert measure_lost(undisturbed, 10.0, 20.0) == 0
+    assert measure_lost([*undisturbed, again, step(15.5, 12)], 10.0, 20.0) == pytest.approx(8.0), "never as far again"
+    assert measure_lost([*undisturbed, *later], 18.0, 20.0) == 0

@@ -65,7 +65,7 @@ class UsefulTime:
     wall_s: float
     num_faults: int
     num_steps: int  # that count in the end
-    step_s: float  # of an undisturbed stretch, the median
+    lost_s: float  # until the run was as far again as it had been before each fault
     share: float
     problems: list[str] = field(default_factory=list)
 
@@ -175,11 +175,11 @@ def _add(table: Table, name: str, rows: Sequence[Row]) -> None:
 def build_useful_table(times: Sequence[UsefulTime]) -> Table:
     """A line for each measurement."""
     table = Table(box=None, header_style="bold")
-    for column in ("a fault every, s", "for, s", "faults", "steps that count", "ms a step", "useful time"):
+    for column in ("a fault every, s", "for, s", "faults", "steps that count", "lost, s", "useful time"):
         table.add_column(column, justify="right", no_wrap=True)
     for time in times:
         counts = (f"{time.every_s:g}", f"{time.wall_s:.0f}", f"{time.num_faults}", f"{time.num_steps:,}")
-        table.add_row(*counts, f"{time.step_s * 1e3:.1f}", f"{time.share:.1%}")
+        table.add_row(*counts, f"{time.lost_s:.1f}", f"{time.share:.1%}")
     return table
 
 

@@ -1,7 +1,6 @@
 """How much of a run's time goes into steps that count, while ranks are killed again and again."""
 
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from lockstep.bench.chaos.runs import SETTINGS, Part, Place, Run
 from lockstep.bench.chaos.surroundings import seclude
 from lockstep.bench.results import check_files
 from lockstep.errors import LockstepError
-from lockstep.events import Event, StepDone
+from lockstep.events import Event, RunStarted, StepDone
 
 UNDISTURBED_S = 10.0
 START_S = 120.0
@@ -64,8 +63,9 @@ def disturb(one: Run, every_s: float, for_s: float, generator: random.Random) ->
     one.problems += [f"printed: {cry}" for cry in CRIES if cry in one.output]
     if left := wait_until_gone(one.marker):
         one.problems.append(f"left {len(left)} processes behind")
-    num_steps, step_s = count_steps(one.events(), begun_s, begun_s + wall_s)
-    return UsefulTime(every_s, wall_s, num_faults, num_steps, step_s, num_steps * step_s / wall_s, one.problems)
+    events, end_s = one.events(), begun_s + wall_s
+    num_steps, lost_s = count_steps(events, begun_s, end_s), measure_lost(events, begun_s, end_s)
+    return UsefulTime(every_s, wall_s, num_faults, num_steps, lost_s, 1 - lost_s / wall_s, one.problems)
 
 
 def _kill_one(one: Run, part: Part, generator: random.Random, end: float) -> Part:
@@ -82,12 +82,27 @@ def _kill_one(one: Run, part: Part, generator: random.Random, end: float) -> Par
     return part
 
 
-def count_steps(events: list[Event], start_s: float, end_s: float) -> tuple[int, float]:
-    """Steps that count between two moments, and the median step before the first of them."""
-    steps = [event for event in events if isinstance(event, StepDone)]
-    before = [event for event in steps if event.time_s < start_s]
-    # Steps that were lost were taken again: only how far it came counts.
-    within = [event.step for event in steps if event.time_s <= end_s]
-    if not before or not within:
-        raise LockstepError("The run took no undisturbed steps; is the machine busy?")
-    return within[-1] - before[-1].step, statistics.median(event.step_s for event in before[1:] or before)
+def count_steps(events: list[Event], start_s: float, end_s: float) -> int:
+    """Steps that a run came further between two moments; those that were lost and taken again count once."""
+    steps = [event for event in events if isinstance(event, StepDone) and event.time_s <= end_s]
+    before = max((event.step for event in steps if event.time_s < start_s), default=0)
+    return max((event.step for event in steps), default=before) - before
+
+
+def measure_lost(events: list[Event], start_s: float, end_s: float) -> float:
+    """Seconds in which nothing was gained: after each fault, until the run was further than it had been.
+
+    Measured and not worked out from the time of a step, which varies by more than a fault costs on a shared machine.
+    """
+    lost_s, furthest, at_s, is_behind = 0.0, 0, start_s, False
+    for event in events:
+        if event.time_s > end_s:
+            break
+        if isinstance(event, RunStarted):
+            is_behind = furthest > 0
+        elif isinstance(event, StepDone) and event.step > furthest:
+            if is_behind and event.time_s > start_s:
+                # The steps that this record brings beyond the furthest are of use, though they come after the gap.
+                lost_s += max(0.0, event.time_s - at_s - (event.step - furthest) * event.step_s)
+            furthest, at_s, is_behind = event.step, event.time_s, False
+    return lost_s + (end_s - at_s if is_behind else 0.0)
