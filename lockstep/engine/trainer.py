@@ -126,12 +126,12 @@ class Trainer:
                 self.input.say_choice(pipeline)
                 self._keep_rate(pipeline, chosen)
         except BaseException as error:
-            self._say_ended("failed", start, reason=str(error))
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
                 self.snapshots.clear()
+            self._say_ended("failed", start, reason=str(error))
             raise
+        self.snapshots.clear()  # before the last word: nobody comes back to a run that has said it
         self._say_ended(status, start)
-        self.snapshots.clear()
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
         if self.unsaved:
             raise SharedError(self.unsaved)  # rank 0's alone, but it would come again

@@ -22,8 +22,8 @@ KNOWN_FILES = {
 }
 # What a process says that did not end by a sentence.
 CRIES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "Exception ignored")
-# Temporary files of torchrun's agent, and of a launcher that was killed: nobody else knows where they lie.
-TOLERATED = ("torchelastic_",)
+# Temporary files of torchrun's agent and of torch's compiler: nobody else knows where they lie.
+TOLERATED = ("torchelastic_", "torchinductor_")
 # Faults that may cost a run some of its records.
 LOSING = ("full disk", "read-only disk")
 
