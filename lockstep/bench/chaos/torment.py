@@ -16,6 +16,7 @@ FULL_S = 3.0
 START_UP_S = 15.0  # until a rank that was started has joined the others
 START_S = 60.0  # until a run that was started takes a step
 FINISH_S = 120.0
+UNSAVED = "could not be written"
 
 
 @dataclass
@@ -42,7 +43,8 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
         came = is_due and striker.strike(fault, part)
         if not came:
             outcome = _see_whether_over(run, part)
-            if outcome.is_over and not run.is_finished:
+            # A disk that was full when the last checkpoint was due ends a run, and its launcher rightly lets it.
+            if outcome.is_over and not run.is_finished and UNSAVED not in run.last_words:
                 run.problems.append(f"ended of itself before {fault.kind} in {fault.phase}: {run.last_words}")
         elif fault.kind == "blocked read":
             outcome = _wait_for_name(run, part, striker.blocked, num_events)
@@ -53,7 +55,7 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
         elif fault.is_healed and run.way == "restarts":
             outcome = _wait_for_healing(run, part, fault, ranks, num_events, struck)
         elif fault.kind == "full disk" and run.way == "restarts":
-            part.wait(FULL_S)  # its launcher would start ranks again for as long as the disk is full
+            part.wait(FULL_S)
             striker.mend(fault)
             outcome = _see_whether_over(run, part)
         else:
