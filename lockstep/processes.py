@@ -70,6 +70,12 @@ def quit_on_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+def ignore_interrupts() -> None:
+    """From here on there is nothing left to interrupt: an exception amid the interpreter's own end is only noise."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @contextmanager
 def end_on_second(numbers: Collection[int], leave: Callable[[int], int] = lambda status: status) -> Iterator[None]:
     """While inside, one of these signals that comes a second time ends the process, with what `leave` says of a status.

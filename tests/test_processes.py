@@ -121,3 +121,22 @@ def test_control_c_while_modules_are_read_prints_no_traceback(module: str, tmp_p
         env=os.environ | {"PYTHONPATH": str(commands.ROOT), "LOCKSTEP_CACHE": str(tmp_path)},
     )
     assert (result.returncode, result.stderr) == (130, "lockstep: interrupted.\n")
+
+
+def test_control_c_amid_the_interpreters_own_end_is_no_traceback() -> None:
+    """A handler at exit that takes a while stands for all that is done there."""
+    script = (
+        "import atexit, sys, time; sys.argv = ['lockstep', '--version']\n"
+        "atexit.register(lambda: (print('ending', flush=True), time.sleep(1)))\n"
+        "import lockstep.__main__ as program; program.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while "ending" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert err == ""
