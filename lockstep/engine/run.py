@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
-from lockstep.events import Notice, RunEnded, Sink, read_events
-from lockstep.files import write_whole
+from lockstep.events import Notice, Sink
+from lockstep.files import read_small, write_whole
 from lockstep.processes import end_on_second
 from lockstep.recipes.read import load_recipe
 from lockstep.restarts import leave_outcome
@@ -31,6 +32,7 @@ from lockstep.restarts import leave_outcome
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
+MAX_SUMMARY_BYTES = 1 << 20
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
 
@@ -68,7 +70,7 @@ def run_rank(
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
-                if not trainer.resume() and world.broadcast_value(world.is_first and has_finished(folder)):
+                if not trainer.resume(bool(world.broadcast_value(world.is_first and has_finished(folder)))):
                     return "finished"
                 if world.is_first:  # not before: overrides that do not fit must leave the run resumable
                     if changes := describe_changes(folder, config):
@@ -82,8 +84,10 @@ def run_rank(
 
 
 def has_finished(folder: Path) -> bool:
-    """Whether a run's log says so; what was killed between its last step and its last word has that still to say."""
-    return any(isinstance(event, RunEnded) and event.status == "finished" for event in read_events(folder))
+    """Whether a run has said its last word, which is its summary; one killed before that has it still to say."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        return bool(json.loads(read_small(folder / "summary.json", MAX_SUMMARY_BYTES))["status"] == "finished")
+    return False
 
 
 def check_alike(config: RunConfig, world: World) -> None:

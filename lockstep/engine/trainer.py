@@ -375,10 +375,11 @@ class Trainer:
                 )
             )
 
-    def resume(self) -> bool:
+    def resume(self, has_finished: bool = True) -> bool:
         """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.
 
-        False if no step is left to take: a rank was lost after the last one, and whoever started it again cannot know.
+        False if nothing is left to do: a rank was lost after the run's last word, and its agent cannot know. A run
+        that took its last step and was killed before that word goes on, to say it.
         """
         disk = self.folder / "checkpoints"
         taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
@@ -386,7 +387,7 @@ class Trainer:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
             return True
         self.state, written = taken_up.state, taken_up.written
-        if self._is_last:
+        if self._is_last and has_finished:
             if count_restarts(os.environ):
                 return False
             raise SharedError(

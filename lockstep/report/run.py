@@ -23,10 +23,10 @@ class RunSink:
     def emit(self, event: Event) -> None:
         self._log.emit(event)
         if isinstance(event, RunEnded):
-            self._summarize()
             # Ranks that are about to start again have no time to draw.
             if event.status != "failed" or not can_restart(os.environ):
                 self._report()
+            self._summarize()  # last: whoever finds it finds all the rest
         for viewer in self._viewers:
             if problem := viewer.emit(event):
                 self._log.emit(problem)
