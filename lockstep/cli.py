@@ -107,7 +107,7 @@ def train(
     with quit_on_interrupt():
         from lockstep.comm.world import read_membership
         from lockstep.engine.build import check_shares, open_sources
-        from lockstep.engine.launch import choose_num_ranks, launch_ranks
+        from lockstep.engine.launch import choose_num_ranks, launch_ranks, read_range
         from lockstep.engine.owner import check_unowned
         from lockstep.engine.run import prepare_folder, run_rank
         from lockstep.engine.snapshot import clear_memory, find_memory
@@ -135,7 +135,7 @@ def train(
                     finally:
                         clear_memory(find_memory(folder))  # nobody starts these ranks again
                 raise typer.Exit(status)
-    elif ranks is not None and ranks != str(membership.size):
+    elif ranks is not None and not (wanted_ranks := read_range(ranks))[0] <= membership.size <= wanted_ranks[1]:
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
     open_sink = partial(_open_sink, viewers=viewers)
     status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=open_sink)

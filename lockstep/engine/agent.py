@@ -101,10 +101,13 @@ class Agent(SimpleElasticAgent):
         failures = self._monitor_workers(worker_group).failures
         if failures:
             rank, failure = next(iter(failures.items()))
-            self._places.lose(failure.local_rank)
+            is_left_out = self._places.lose(failure.local_rank)
             how = describe_end(failure.exitcode)
+            count = self._places.num_ranks
+            less = f"the run goes on without its place, on {count} rank{'' if count == 1 else 's'}"
+            who = less if is_left_out else "all ranks start again"
             left = f"{self._remaining_restarts} more restart{'' if self._remaining_restarts == 1 else 's'} allowed"
-            print(f"lockstep: Rank {rank} {how}; all ranks start again ({left}).", file=sys.stderr, flush=True)
+            print(f"lockstep: Rank {rank} {how}; {who} ({left}).", file=sys.stderr, flush=True)
         else:
             self._places.restore()
         worker_group.spec.local_world_size = self._places.num_ranks
@@ -156,7 +159,9 @@ class Agent(SimpleElasticAgent):
 
 def describe_end(code: int) -> str:
     """How a process ended, by its exit code."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+    if code >= 0:
+        return f"failed with status {code}"
+    return f"was killed by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
 
 
 def _read_state(pid: int) -> str:

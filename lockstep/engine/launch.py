@@ -39,14 +39,20 @@ def choose_num_ranks(asked: str | None) -> tuple[int, int]:
     if asked is None:
         most = max(1, torch.cuda.device_count() if has_gpu() else 0)
         return most, most
+    least, most = read_range(asked)
+    if most > least and has_gpu():  # a range takes what there is
+        most = max(least, min(most, torch.cuda.device_count()))
+    return least, most
+
+
+def read_range(asked: str) -> tuple[int, int]:
+    """The least and the most ranks of "4" or "2:8"."""
     match = RANKS.fullmatch(asked)
     if not match:
         raise LockstepError(f"--ranks {asked[:40]} is not possible; ask for a number, or for a range such as 2:8.")
     least, most = int(match[1]), int(match[2] or match[1])
     if least < 1 or most < least:
         raise LockstepError(f"--ranks {asked} is not possible; ask for 1 rank or more, the smaller number first.")
-    if match[2] and has_gpu():  # a range takes what there is
-        most = max(least, min(most, torch.cuda.device_count()))
     return least, most
 
 

@@ -34,15 +34,16 @@ class Places:
         """As many as there are places in use."""
         return len(self._used)
 
-    def lose(self, local_rank: int) -> None:
-        """A rank was lost, and all are about to start again."""
+    def lose(self, local_rank: int) -> bool:
+        """A rank was lost, and all are about to start again; whether its place is left out."""
         place = self._used[local_rank]
-        if place == self._lost_last and self.num_ranks > self._least:
+        is_left_out = place == self._lost_last and self.num_ranks > self._least
+        if is_left_out:
             self._used.remove(place)
             self._left_out[place] = self._clock() + self._retry_s[place]
             self._retry_s[place] *= 2
-            place = -1  # the ranks that go on begin with a clean slate
-        self._lost_last = place
+        self._lost_last = None if is_left_out else place  # the ranks that go on begin with a clean slate
+        return is_left_out
 
     @property
     def is_waiting(self) -> bool:

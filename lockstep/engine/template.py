@@ -53,7 +53,12 @@ class Template:
         ours, theirs = socket.socketpair()
         launcher = os.getpid()
         _flush()
-        self._process = os.fork()
+        try:
+            self._process = os.fork()
+        except OSError:  # no room for another process: ranks will start the plain way, or say so themselves
+            ours.close()
+            theirs.close()
+            return
         if not self._process:
             try:
                 ours.close()
@@ -69,7 +74,11 @@ class Template:
         with contextlib.suppress(OSError, ValueError):
             if self._line is not None:
                 _send(self._line, {"arguments": list(arguments), "environment": dict(environment)})
-                return int(_receive(self._line))
+                if process := int(_receive(self._line) or 0):  # none where it could not fork, or has ended
+                    return process
+        if self._line is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)  # so that it does not answer later, with a second such rank
         self.close()
         # Not by `subprocess`, which would wait for its children itself.
         return os.posix_spawn(sys.executable, [sys.executable, "-m", "lockstep", *arguments], dict(environment))

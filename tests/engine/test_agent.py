@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 
 from lockstep.engine import agent as agent_module
-from lockstep.engine.agent import Agent
+from lockstep.engine.agent import Agent, describe_end
 from lockstep.engine.places import Places
 from lockstep.engine.rendezvous import LoopbackRendezvous
 from lockstep.events import RunEnded
@@ -92,7 +92,16 @@ def test_restarts_come_to_an_end() -> None:
     assert [count for count, _ in ranks.counts()] == ["0", "0", "1", "1", "2", "2"]
 
 
-def test_a_place_that_fails_twice_is_done_without_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"), [(3, "failed with status 3"), (-9, "killed by SIGKILL"), (-33, "signal 33")]
+)
+def test_how_a_rank_ended_is_said_in_words(code: int, words: str) -> None:
+    assert words in describe_end(code)
+
+
+def test_a_place_that_fails_twice_is_done_without_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     # Device 1 is broken in the first two starts; then one rank trains alone, until the place is due, which is at once.
     script = """
@@ -105,6 +114,7 @@ def test_a_place_that_fails_twice_is_done_without_and_tried_again(monkeypatch: p
     assert not ranks.run().is_failed()
     assert ranks.counts() == [("0", "2"), ("0", "2"), ("1", "2"), ("1", "2"), ("2", "1"), ("3", "2"), ("3", "2")]
     assert [told.get("CUDA_VISIBLE_DEVICES") for told in ranks.told[-3:]] == ["GPU-0", None, None]
+    assert "Rank 1 failed with status 1; the run goes on without its place, on 1 rank" in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -150,6 +150,15 @@ def test_asking_for_another_count_than_the_world_has_is_a_sentence(images: Path,
     assert "--ranks 3 was given, but this world was started with 2 ranks" in err
 
 
+def test_a_range_that_the_world_is_in_is_no_mistake(images: Path, tmp_path: Path) -> None:
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    status, _, err = commands.run(*arguments(images), "--ranks=1:8", cwd=tmp_path, **one)
+    assert status == 0, err
+    status, _, err = commands.run(*arguments(images), "--ranks=2:8", cwd=tmp_path, **one)
+    assert status == 1
+    assert "--ranks 2:8 was given, but this world was started with 1 ranks" in err
+
+
 def test_slurms_early_warning_reaches_the_ranks_of_our_own_launcher(images: Path, tmp_path: Path) -> None:
     run, scratch = tmp_path / "run", tmp_path / "scratch"
     scratch.mkdir()

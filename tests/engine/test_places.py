@@ -28,8 +28,8 @@ def test_one_loss_is_an_accident() -> None:
 def test_a_place_that_loses_its_rank_twice_running_is_left_out() -> None:
     places, _ = open_places(1, 4, "GPU-a", "GPU-b", "GPU-c", "GPU-d")
     assert places.describe() == {}
-    places.lose(2)
-    places.lose(2)
+    assert not places.lose(2)
+    assert places.lose(2)
     assert places.num_ranks == 3
     assert places.describe() == {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-d"}
     places.lose(2)  # another place now: the third of those that are left

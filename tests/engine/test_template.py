@@ -124,6 +124,29 @@ def test_without_the_template_ranks_start_the_plain_way() -> None:
     assert len(out.splitlines()) == 2, "the version, from a new interpreter"
 
 
+def test_a_template_that_cannot_fork_is_done_without() -> None:
+    """Its answer is no process, or none at all; the rank must not be taken for process 0, which is everybody."""
+    out, _ = finish(
+        "import lockstep.engine.template as template\n"
+        "for answer in (lambda *_, **__: 0, lambda *_, **__: os._exit(1)):\n"
+        " template._fork_orphan = answer\n"
+        " with Template(main) as t:\n"
+        "  print(wait(start(t, '--version', PYTHONPATH=os.environ['PYTHONPATH'])), flush=True)"
+    )
+    assert [line for line in out.splitlines() if len(line) == 1] == ["0", "0"]
+
+
+def test_where_nothing_can_be_forked_there_is_no_template() -> None:
+    out, _ = finish(
+        "def fail(): raise BlockingIOError(11, 'no more processes')\n"
+        "fork, os.fork = os.fork, fail\n"
+        "with Template(main) as t:\n"
+        " os.fork = fork\n"
+        " print(wait(start(t, '--version', PYTHONPATH=os.environ['PYTHONPATH'])), flush=True)"
+    )
+    assert out.splitlines()[-1] == "0"
+
+
 def test_ranks_and_template_end_with_a_killed_launcher() -> None:
     process = run(
         "t = Template(main)\n"
