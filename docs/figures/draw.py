@@ -24,7 +24,7 @@ from rich.text import Text
 
 from lockstep.events import CheckpointSaved, Evaluated, Event, RunEnded, RunStarted, read_events
 from lockstep.report.display import LiveDisplay
-from lockstep.report.page.run import build_report
+from lockstep.report.page.run_page import build_report
 
 HERE = Path(__file__).parent
 WIDTH = 860

@@ -307,6 +307,6 @@ def instruments_command(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
 ) -> None:
     """What measuring layers, noise and timelines costs a step: with it and without it, in turns."""
-    from lockstep.bench.instruments import run_parent
+    from lockstep.bench.instrument_cost import run_parent
 
     run_parent(ranks, model=model, batch=batch, image_size=image_size, rounds=rounds, json_file=json_file)

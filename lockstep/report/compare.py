@@ -17,7 +17,7 @@ from lockstep.events import RunEnded, StepDone, read_events
 from lockstep.files import read_small
 from lockstep.report.history import History, number
 from lockstep.report.page.charts import Numbers, tell_time
-from lockstep.report.page.run import flatten
+from lockstep.report.page.run_page import flatten
 from lockstep.report.phrases import count, percent
 
 LARGEST_FILE = 64 << 20  # bytes of a benchmark's rows

@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.report.follow import Follower
 from lockstep.report.page.document import encode_data
-from lockstep.report.page.live import build_live_page, build_state
+from lockstep.report.page.live_page import build_live_page, build_state
 
 HOST = "127.0.0.1"
 SHOWN = (RunStarted, StepDone, Evaluated, CheckpointSaved, Notice, RunEnded)

@@ -20,7 +20,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Where to write the page; report.html in the run's folder.")] = None,
 ) -> None:
     """Draw what a run did as one page that opens offline, whether it has ended or not."""
-    from lockstep.report.page.run import write_report
+    from lockstep.report.page.run_page import write_report
 
     print(f"Wrote {write_report(run.expanduser(), out.expanduser() if out else None)}")
 
@@ -56,7 +56,7 @@ def compare(
     if out is None:
         return
     from lockstep.files import write_whole
-    from lockstep.report.page.compare import build_bench_comparison, build_run_comparison
+    from lockstep.report.page.compare_page import build_bench_comparison, build_run_comparison
 
     page = build_run_comparison(chosen) if chosen else build_bench_comparison(benchmarks)
     try:

@@ -48,7 +48,7 @@ class RunSink:
     def _report(self) -> None:
         """Leave the page; whatever goes wrong with it, the run is done and says so."""
         try:
-            from lockstep.report.page.run import write_report
+            from lockstep.report.page.run_page import write_report
 
             write_report(self._folder)
         except LockstepError as error:

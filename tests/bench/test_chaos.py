@@ -30,8 +30,8 @@ from lockstep.bench.chaos.faults import (
     RunPlan,
     plan_runs,
 )
+from lockstep.bench.chaos.find import MARKER, find_processes, find_rank, find_ranks, wait_until_gone
 from lockstep.bench.chaos.judge import Reference, judge
-from lockstep.bench.chaos.processes import MARKER, find_processes, find_rank, find_ranks, wait_until_gone
 from lockstep.bench.chaos.reads import SlowFile, can_block
 from lockstep.bench.chaos.report import Report, Row, UsefulTime, Verdict, describe, read_report, show
 from lockstep.bench.chaos.runs import Place, Run

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.bench.instruments import CUTS, LAYERS, OFF, TIMELINE, build_rows
+from lockstep.bench.instrument_cost import CUTS, LAYERS, OFF, TIMELINE, build_rows
 
 
 def test_ratios_are_of_turns_side_by_side() -> None:

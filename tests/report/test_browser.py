@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.data.generated import build_generated
 from lockstep.events import EventLog
-from lockstep.report.page.run import write_report
+from lockstep.report.page.run_page import write_report
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
 from tests.report.browser import Page, open_browser

@@ -14,7 +14,7 @@ from lockstep.report.compare import (
     read_subjects,
     tabulate_rows,
 )
-from lockstep.report.page.compare import build_bench_comparison, build_run_comparison
+from lockstep.report.page.compare_page import build_bench_comparison, build_run_comparison
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
 from tests.report.records import ended, evaluated, started, stepped

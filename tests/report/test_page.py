@@ -25,8 +25,8 @@ from lockstep.events import (
 )
 from lockstep.report.page import document
 from lockstep.report.page.document import embed_json, encode_data
-from lockstep.report.page.live import build_state
-from lockstep.report.page.run import build_report, write_report
+from lockstep.report.page.live_page import build_state
+from lockstep.report.page.run_page import build_report, write_report
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
 from tests.engine import commands
@@ -256,7 +256,7 @@ def test_a_fault_in_a_drawing_costs_the_page_alone(tmp_path: Path, monkeypatch: 
     def fail(*_: object) -> str:
         raise ZeroDivisionError("by design")
 
-    monkeypatch.setattr("lockstep.report.page.run.build_document", fail)
+    monkeypatch.setattr("lockstep.report.page.run_page.build_document", fail)
     display = Listener()
     sink = RunSink(tmp_path, display)
     for event in RUN:

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.bench.chaos.processes import wait_until_gone
+from lockstep.bench.chaos.find import wait_until_gone
 from lockstep.bench.chaos.report import Row, Verdict
 from lockstep.bench.chaos.runs import Run
 from lockstep.bench.chaos.surroundings import Surroundings

@@ -17,7 +17,7 @@ from typing import Any, Self
 from lockstep.bench.chaos import hook
 from lockstep.bench.chaos.disk import Disk
 from lockstep.bench.chaos.faults import Way
-from lockstep.bench.chaos.processes import MARKER, POLL_S, find_processes, find_ranks, kill
+from lockstep.bench.chaos.find import MARKER, POLL_S, find_processes, find_ranks, kill
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.errors import LockstepError
 from lockstep.events import Event, StepDone, read_events

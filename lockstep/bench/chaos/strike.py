@@ -4,7 +4,7 @@ import signal
 import time
 
 from lockstep.bench.chaos.faults import LAUNCHER, Fault
-from lockstep.bench.chaos.processes import find_rank, send, wait_until_gone
+from lockstep.bench.chaos.find import find_rank, send, wait_until_gone
 from lockstep.bench.chaos.reads import SlowFile
 from lockstep.bench.chaos.runs import DATA, TIMEOUT_S, Part, Run
 

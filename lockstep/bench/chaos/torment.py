@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.bench.chaos.faults import LAUNCHER, Fault
-from lockstep.bench.chaos.processes import POLL_S, find_rank, find_ranks, is_alive
+from lockstep.bench.chaos.find import POLL_S, find_rank, find_ranks, is_alive
 from lockstep.bench.chaos.report import Row
 from lockstep.bench.chaos.runs import GRACE_S, READ_TIMEOUT_S, TIMEOUT_S, Part, Run
 from lockstep.bench.chaos.strike import Striker

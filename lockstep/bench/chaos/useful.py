@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.bench.chaos.disk import Disk
+from lockstep.bench.chaos.find import POLL_S, find_rank, kill, wait_until_gone
 from lockstep.bench.chaos.judge import CRIES
-from lockstep.bench.chaos.processes import POLL_S, find_rank, kill, wait_until_gone
 from lockstep.bench.chaos.report import Report, UsefulTime, read_commit, show
 from lockstep.bench.chaos.runs import SETTINGS, Part, Place, Run
 from lockstep.bench.chaos.surroundings import seclude

@@ -12,7 +12,7 @@ from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape
 from lockstep.report.page.layers import tell_layers
-from lockstep.report.page.plan import tell_plan
+from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
 from lockstep.report.phrases import count, percent, plural

@@ -10,7 +10,7 @@ from lockstep.report.history import History
 from lockstep.report.page.charts import tell_time
 from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_section
-from lockstep.report.page.run import build_header, tell_warnings
+from lockstep.report.page.run_page import build_header, tell_warnings
 from lockstep.report.page.time_spent import tell_spent
 from lockstep.report.phrases import count, percent
 from lockstep.report.time_left import TimeLeft
