@@ -71,6 +71,7 @@ class Rig:
         self.steps: list[StepTime] = []
         self.trials: list[Trial] = []
         self.reductions: list[ReductionPlan] = []  # of each trial
+        self.recording: RecordedStep | None = None  # of the best trial, where it was recorded
 
     def measure_messages(self) -> None:
         """What each all-reduce costs at each size."""
@@ -107,10 +108,18 @@ class Rig:
             steps[rule] = step
         for rule, seconds in self._take_turns(steps, reductions).items():
             self._note(Trial(execution, rule, self._describe(reductions[rule]), seconds), reductions[rule])
+        self._keep(execution, steps)
         self.clean_up()
 
     def pick(self) -> Trial | None:
         return pick_trial(self.trials)
+
+    def _keep(self, execution: Execution, steps: dict[str, Step]) -> None:
+        """Of all recordings only the best stays, for the run: from a process's third on, all of them replay slower."""
+        best = self.pick()
+        if best is not None and best.execution == execution:
+            step = steps.get(best.rule)
+            self.recording = step if isinstance(step, RecordedStep) else None
 
     def clean_up(self) -> None:
         """Give back what trials took, before anything else takes it."""
