@@ -43,7 +43,7 @@ class Sgd(Rule):
             torch._fused_sgd_(
                 w,
                 g,
-                v,
+                v if self.momentum else [],  # without momentum PyTorch's kernel takes no place for it
                 weight_decay=weight_decay,
                 momentum=self.momentum,
                 lr=lr,
