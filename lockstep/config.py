@@ -391,6 +391,9 @@ class TrainConfig(Section):
         description="Lockstep's fused kernels in the network, on a GPU; auto: wherever Triton and the GPU can",
     )
     cuda_graph: Literal["auto", "on", "off"] = Field(
+    accumulate: int = Field(
+        default=0, ge=0, le=MOST, description="passes of a step on each rank; 0: by max_batch_per_rank"
+    )
         default="auto", description="record the step and replay it in one launch, on a GPU; auto: where it is quicker"
     )
     compile: Literal["auto", "off", "whole", "stage", "block"] = Field(
@@ -418,6 +421,17 @@ class RunConfig(Section):
     train: TrainConfig = Field(description="how long to train, and what to do on the way")
 
     @model_validator(mode="after")
+        usual = type(self).model_fields["max_batch_per_rank"].default
+        if self.accumulate and self.max_batch_per_rank != usual:
+            raise ValueError(
+                f"train.accumulate = {self.accumulate} and train.max_batch_per_rank = {self.max_batch_per_rank} both "
+                f"say in how many passes a step runs; leave the first at 0 or the second at {usual}"
+            )
+        if self.accumulate > self.global_batch:
+            raise ValueError(
+                f"train.accumulate = {self.accumulate} asks for more passes than train.global_batch = "
+                f"{self.global_batch} has samples; lower it"
+            )
     def _is_possible(self) -> Self:
         if self.data.image_sizes and self.model.name == "alexnet":
             raise ValueError(

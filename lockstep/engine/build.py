@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -14,9 +15,9 @@ from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology, read_cluster
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from lockstep.config import DataConfig, PrecisionConfig, RunConfig
+from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.generated import build_generated, default_cache
-from lockstep.data.order import Cursor, steps_per_epoch
+from lockstep.data.order import Cursor, share, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
@@ -70,7 +71,7 @@ class Parts:
     schedule: Schedule
     clock: Clock
     label_smoothing: float
-    max_batch_per_rank: int
+    max_batch_per_rank: int | Fraction  # a larger share runs in several passes
 
 
 def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
@@ -98,6 +99,11 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
         )
 
 
+    if config.train.accumulate * num_ranks > config.train.global_batch:
+        raise LockstepError(
+            f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks in "
+            f"train.accumulate = {config.train.accumulate} passes each; give at least one sample to each pass."
+        )
 def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
@@ -157,12 +163,21 @@ def assemble(
         schedule=schedule,
         clock=Clock(world.device),
         label_smoothing=config.optim.label_smoothing,
-        max_batch_per_rank=config.train.max_batch_per_rank,
+        max_batch_per_rank=plan_passes(config.train, world.rank, world.size),
     )
 
 
 def build_layout(config: RunConfig, model: nn.Module) -> Layout:
     """Where the model's parameters lie in the flat arrays."""
+def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
+    """Samples of a pass: a batch of n runs in ⌈n / this⌉ passes, a whole share in exactly `train.accumulate`.
+
+    The smaller last batch of an epoch takes fewer in proportion.
+    """
+    start, stop = share(train.global_batch, rank, num_ranks)
+    return Fraction(max(1, stop - start), train.accumulate) if train.accumulate else train.max_batch_per_rank
+
+
     return plan_layout(
         describe_parameters(
             model,

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from lockstep.config import RunConfig
-from lockstep.data.order import Cursor
+from lockstep.config import RunConfig, TrainConfig
+from lockstep.data.order import Cursor, share
 from lockstep.data.pipeline import Batch
-from lockstep.engine.build import Parts, assemble
+from lockstep.engine.build import Parts, assemble, check_shares, plan_passes
 from lockstep.engine.step import CORRECT, LOSS, STOP, split_batch, train_step
+from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule
 from tests.ranks import world_of_one
 
@@ -28,11 +29,12 @@ def build_network() -> nn.Module:
     )
 
 
-def build_parts(model: nn.Module, *, max_batch: int = 256, **optim: object) -> Parts:
+def build_parts(model: nn.Module, *, max_batch: int = 256, accumulate: int = 0, **optim: object) -> Parts:
+    passes = {"max_batch_per_rank": max_batch, "accumulate": accumulate}
     config = RunConfig.model_validate(
         {
             "optim": {"name": "sgd", "lr": 0.1, **optim},
-            "train": {"global_batch": 64, "duration": "9st", "max_batch_per_rank": max_batch},
+            "train": {"global_batch": 64, "duration": "9st", **passes},
         }
     )
     return assemble(config, world_of_one(), model, Schedule("constant", 0.1, total_steps=9))
@@ -139,3 +141,33 @@ def test_exactly_the_last_pass_is_marked(count: int, max_size: int) -> None:
 
 def test_an_empty_batch_has_no_pass() -> None:
     assert list(split_batch(0, 16)) == []
+
+
+@given(st.data(), st.integers(1, 5000), st.integers(1, 40))
+def test_a_rank_that_accumulates_takes_as_many_passes_as_asked_for_and_fewer_over_less(
+    data: st.DataObject, global_batch: int, num_ranks: int
+) -> None:
+    num_ranks = min(num_ranks, global_batch)
+    accumulate = data.draw(st.integers(1, global_batch // num_ranks))
+    train = TrainConfig(global_batch=global_batch, duration="1ep", accumulate=accumulate)  # type: ignore[arg-type]
+    for rank in {0, num_ranks - 1}:
+        start, stop = share(global_batch, rank, num_ranks)
+        size = plan_passes(train, rank, num_ranks)
+        whole = [part.stop - part.start for part, _ in split_batch(stop - start, size)]
+        assert len(whole) == accumulate
+        assert min(whole) >= 1
+        fewer = [part.stop - part.start for part, _ in split_batch(data.draw(st.integers(0, stop - start)), size)]
+        assert len(fewer) <= accumulate
+        assert max(fewer, default=0) <= max(whole)
+
+
+def test_a_pass_without_a_sample_is_refused() -> None:
+    train = {"global_batch": 8, "duration": "1ep", "accumulate": 3}
+    config = RunConfig.model_validate({"optim": {"lr": 0.1}, "train": train})
+    check_shares(config, 2)
+    with pytest.raises(LockstepError) as caught:
+        check_shares(config, 3)
+    assert str(caught.value) == (
+        "train.global_batch = 8 cannot be shared by 3 ranks in train.accumulate = 3 passes each; give at least one "
+        "sample to each pass."
+    )
