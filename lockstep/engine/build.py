@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +28,12 @@ from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
+from lockstep.optim.adamw import AdamW
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss_scale import LossScale
+from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import build_weights, mixed_views
@@ -38,7 +41,6 @@ from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
 Progress = Callable[[int, int], None]
-Rule = Sgd | Lars | Lamb
 EVAL_BATCH = 100
 NUM_NOTES = 9  # the places of `step.py`, and six digits behind them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -97,13 +99,13 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
             f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks; "
             "give at least one sample to each."
         )
-
-
     if config.train.accumulate * num_ranks > config.train.global_batch:
         raise LockstepError(
             f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks in "
             f"train.accumulate = {config.train.accumulate} passes each; give at least one sample to each pass."
         )
+
+
 def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
@@ -167,8 +169,6 @@ def assemble(
     )
 
 
-def build_layout(config: RunConfig, model: nn.Module) -> Layout:
-    """Where the model's parameters lie in the flat arrays."""
 def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
     """Samples of a pass: a batch of n runs in ⌈n / this⌉ passes, a whole share in exactly `train.accumulate`.
 
@@ -178,6 +178,8 @@ def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction
     return Fraction(max(1, stop - start), train.accumulate) if train.accumulate else train.max_batch_per_rank
 
 
+def build_layout(config: RunConfig, model: nn.Module) -> Layout:
+    """Where the model's parameters lie in the flat arrays."""
     return plan_layout(
         describe_parameters(
             model,
@@ -227,25 +229,24 @@ def build_network(config: RunConfig, num_classes: int) -> nn.Module:
 def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
     """The update rule the recipe names."""
     optim = config.optim
-    if optim.name == "sgd":
-        return Sgd(layout, device, momentum=optim.momentum, weight_decay=optim.weight_decay, nesterov=optim.nesterov)
-    if optim.name == "lars":
-        return Lars(
-            layout,
-            device,
-            momentum=optim.momentum,
-            weight_decay=optim.weight_decay,
-            trust_coefficient=optim.trust_coefficient,
-            epsilon=optim.epsilon,
-        )
-    return Lamb(
-        layout,
-        device,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        weight_decay=optim.weight_decay,
-        epsilon=optim.lamb_epsilon,
-    )
+    common: dict[str, Any] = {"weight_decay": optim.weight_decay, "clip_norm": optim.clip_norm}
+    betas: dict[str, Any] = {"beta1": optim.beta1, "beta2": optim.beta2}
+    match optim.name:
+        case "sgd":
+            return Sgd(layout, device, momentum=optim.momentum, nesterov=optim.nesterov, **common)
+        case "lars":
+            return Lars(
+                layout,
+                device,
+                momentum=optim.momentum,
+                trust_coefficient=optim.trust_coefficient,
+                epsilon=optim.epsilon,
+                **common,
+            )
+        case "lamb":
+            return Lamb(layout, device, epsilon=optim.lamb_epsilon, **betas, **common)
+        case "adamw":
+            return AdamW(layout, device, epsilon=optim.adamw_epsilon, **betas, **common)
 
 
 def build_loss_scale(config: RunConfig, layout: Layout, device: torch.device) -> LossScale | None:

@@ -116,7 +116,7 @@ def describe_settings(start: RunStarted) -> dict[str, Any]:
         "learning_rate_warmup_epochs": warmup / start.steps_per_epoch,
         "weight_decay": optim["weight_decay"],
     }
-    if name != "lamb":
+    if name in ("sgd", "lars"):
         rates["momentum"] = optim["momentum"]
     if optim["schedule"] == "poly":
         rates["end_learning_rate"] = optim["end_lr"]

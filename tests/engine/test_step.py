@@ -86,6 +86,35 @@ def test_steps_equal_a_plain_loop_with_torch_sgd(nesterov: bool, label_smoothing
         torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [0, 5])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_steps_equal_a_plain_loop_with_torch_adamw(accumulate: int, clip_norm: float) -> None:
+    """Accumulated as that loop would, and clipped by torch.nn.utils when all passes are done."""
+    model = build_network()
+    plain = copy.deepcopy(model)
+    settings = {"weight_decay": 0.01, "adamw_epsilon": 1e-3, "clip_norm": clip_norm}
+    parts = build_parts(model, name="adamw", accumulate=accumulate, **settings)
+    groups = [{"params": [p], "weight_decay": 0.01 if p.ndim > 1 else 0.0} for p in plain.parameters()]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3)
+    norms = []
+    for step, (count, lr) in enumerate([(64, 0.01), (64, 0.02), (20, 0.02)]):
+        batch = build_batch(count, seed=step)
+        train_step(parts, batch, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        for images, labels in zip(batch.images.split(7), batch.labels.split(7), strict=True):
+            (functional.cross_entropy(plain(images), labels, reduction="sum") / count).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf")))
+        optimizer.step()
+    assert min(norms) > 0.1
+    expected = dict(plain.named_parameters())
+    moved = dict(build_network().named_parameters())
+    for name, parameter in parts.model.named_parameters():
+        assert (parameter - moved[name]).abs().max() > 1e-3
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("max_batch", [64, 5])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_the_side_numbers_are_mean_loss_and_right_answers(max_batch: int, label_smoothing: float) -> None:
