@@ -202,9 +202,10 @@ class Launch:
 
 @every_device
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy, which the interpreter computes with
-@pytest.mark.parametrize("clip_norm", [0.0, CLIP_NORM], ids=["", "clipped"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
-@every_rule
+@pytest.mark.parametrize(
+    ("name", "clip_norm"), [*((name, 0.0) for name in RULES), ("lars", CLIP_NORM), ("lamb", CLIP_NORM)]
+)
 def test_a_step_that_overflows_changes_nothing_but_the_scale(
     name: str, fused: bool, clip_norm: float, device: str
 ) -> None:
