@@ -108,14 +108,15 @@ def describe_settings(start: RunStarted) -> dict[str, Any]:
     train, optim = start.config["train"], start.config["optim"]
     batch, name = int(train["global_batch"]), str(optim["name"])
     share = -(-batch // start.world_size)
-    passes = -(-share // int(train["max_batch_per_rank"]))
+    # A run of an older version had no name for its passes.
+    passes = train.get("accumulate") or -(-share // int(train["max_batch_per_rank"]))
     warmup = Duration.parse(optim["warmup"]).steps(start.steps_per_epoch)
     rates = {
         "base_learning_rate": optim["lr"],
         "learning_rate_warmup_epochs": warmup / start.steps_per_epoch,
         "weight_decay": optim["weight_decay"],
     }
-    if name != "lamb":
+    if name in ("sgd", "lars"):
         rates["momentum"] = optim["momentum"]
     if optim["schedule"] == "poly":
         rates["end_learning_rate"] = optim["end_lr"]

@@ -103,7 +103,7 @@ def story(top1: float = 0.76, **changes: Any) -> list[Event]:
     config = RunConfig(
         model=ModelConfig(name=changes.pop("model", "resnet50")),
         optim=OptimConfig.model_validate(optim),
-        train=TrainConfig(global_batch=32, duration="4ep"),  # type: ignore[arg-type]
+        train=TrainConfig(global_batch=32, duration="4ep", **changes.pop("train", {})),  # type: ignore[arg-type]
     )
     return [
         started(config=config.model_dump(mode="json"), **({"num_classes": 1000} | changes)),
@@ -149,6 +149,19 @@ def test_nothing_is_claimed_that_the_run_has_not_got() -> None:
         assert "submission_benchmark" in find_faults(lines)
     cosine = build_lines(story(optim={"schedule": "cosine"}), {})
     assert not read(cosine, "lars_opt_learning_rate_decay_poly_power")
+
+
+def test_passes_are_told_by_whichever_setting_makes_them() -> None:
+    for train, passes in (({}, 1), ({"max_batch_per_rank": 3}, 6), ({"accumulate": 5}, 5)):
+        (line,) = read(build_lines(story(world_size=2, train=train), {}), "gradient_accumulation_steps")
+        assert line["value"] == passes
+
+
+def test_a_rule_without_momentum_names_none() -> None:
+    for name in ("lamb", "adamw"):
+        lines = build_lines(story(optim={"name": name}), {})
+        assert read(lines, "opt_name")[0]["value"] == name
+        assert not read(lines, f"{name}_opt_momentum")
 
 
 def test_what_was_lost_and_done_again_is_told_once() -> None:
