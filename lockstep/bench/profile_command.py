@@ -1,5 +1,6 @@
 """`lockstep profile`: measure a recipe's step on this machine for a planner, and say what was found."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,6 +60,7 @@ def profile(
     with join_world(None) as world:
         if threads:
             torch.set_num_threads(threads)
+            world = replace(world, num_threads=threads)
         found = profile_device(
             wanted,
             world,
@@ -69,7 +71,8 @@ def profile(
         )
     for line in describe_profile(found):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(build_batch_table(found.batches))
+    for way in found.executions:
+        console.print(build_batch_table([row for row in found.batches if row.execution == way]))
     console.print(build_layer_table(found.at(max(row.batch for row in found.batches))))
     if json_file is not None:
         write_whole(json_file, to_json(found))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lockstep.plan.device import BatchTime, DeviceProfile
-from lockstep.report.phrases import size
+from lockstep.report.phrases import count, size
 
 MOST_LAYERS = 12
 
@@ -27,17 +27,16 @@ def describe_profile(profile: DeviceProfile) -> list[str]:
 
 
 def build_batch_table(rows: Sequence[BatchTime]) -> Table:
-    """Milliseconds of a step and of its parts."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title="milliseconds of a step with nothing sent")
-    table.add_column("way", no_wrap=True)
+    """Milliseconds of a step and of its parts, executed in one way."""
+    title = f"{rows[0].execution}: milliseconds of a step with nothing sent"
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
     for heading in ("batch", "images/s", "step", "forward", "backward", "update", "launch", "memory"):
         table.add_column(heading, justify="right")
     for row in rows:
         times = (row.step_s, row.forward_s, row.backward_s, row.update_s, row.launch_s)
         table.add_row(
-            str(row.execution),
             f"{row.batch:,}",
-            f"{row.batch / row.step_s:,.4g}",
+            count(row.batch / row.step_s),
             *(f"{1e3 * seconds:.3g}" for seconds in times),
             size(row.memory_bytes),
         )
@@ -47,7 +46,7 @@ def build_batch_table(rows: Sequence[BatchTime]) -> Table:
 def build_layer_table(row: BatchTime) -> Table:
     """The layers that take longest, in forward order, and the others together."""
     title = f"layers at batch {row.batch:,}, {row.execution}, in milliseconds"
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title)
+    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
     table.add_column("layer")
     for heading in ("forward", "backward", "keeps", "gradients"):
         table.add_column(heading, justify="right")
