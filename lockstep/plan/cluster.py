@@ -5,7 +5,7 @@
 
 import difflib
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 
 from lockstep.comm.cluster_file import ClusterFile, Machine, parse_cluster, read_cluster_file
@@ -36,7 +36,7 @@ class Shape:
     per_node: int
     intra: Link
     inter: Link
-    machine: Machine = Machine()
+    machine: Machine = field(default_factory=Machine)
 
     @property
     def num_devices(self) -> int:

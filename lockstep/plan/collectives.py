@@ -22,8 +22,8 @@ IntArray = np.ndarray[Any, np.dtype[np.int64]]
 class Load:
     """Messages that travel at the same time, as shares of the whole message on what is busiest.
 
-    `inside` is a rank's share of the links in its node. Between nodes `across` is a node's and `flow` one rank's: a rank
-    has one of the node's NICs, however many there are.
+    `inside` is a rank's share of the links in its node. Between nodes `across` is a node's and `flow` one rank's: a
+    rank has one of the node's NICs, however many there are.
     """
 
     inside: float = 0.0
@@ -116,7 +116,7 @@ def _groups(choice: Choice, shape: Shape) -> tuple[int, int]:
     """Ranks in a group, and how many groups there are."""
     if not is_regular(choice, shape):
         raise LockstepError(
-            f"{choice} does not divide {shape.num_nodes} nodes of {shape.per_node} into equal groups; give another size."
+            f"{choice} does not divide {shape.num_nodes} nodes of {shape.per_node} into equal groups; give another."
         )
     if choice.algorithm not in GROUPED:
         return 1, shape.num_devices

@@ -1,8 +1,8 @@
 """What NCCL would choose, and how long it takes: its tuner's latencies and bandwidths, the quickest pair. Torch-free.
 
-NCCL weighs every algorithm with every protocol as latency + bytes / bandwidth and takes the least (src/graph/tuning.cc).
-The constants below are its own, in microseconds. Left out: the correction for trees of middling size, by which NCCL
-lowers a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them.
+NCCL weighs every algorithm with every protocol as latency + bytes / bandwidth and takes the least (its tuning.cc). The
+constants below are its own, in microseconds. Left out: the correction for trees of middling size, by which NCCL lowers
+a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""All-reduces at any scale: formulas against the count of every message, and NCCL's table against its printed values."""
+"""All-reduces at any scale: formulas against the count of every message, NCCL's table against its printed values."""
 
 import pytest
 from hypothesis import given
