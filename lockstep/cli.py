@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lockstep import __version__
 from lockstep.bench.commands import bench
+from lockstep.bench.profile_command import add_profile
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
@@ -39,6 +40,7 @@ app.add_typer(recipes, name="recipes")
 data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+add_profile(app)
 add_page_commands(app)
 app.add_typer(exports)
 

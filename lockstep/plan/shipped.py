@@ -1,8 +1,10 @@
-"""Device profiles that come with the package: measured ones as files, derived ones as rows. Torch-free."""
+"""Device profiles that come with the package: measured ones as files, derived ones made anew from them. Torch-free."""
 
+from functools import lru_cache
 from importlib import resources
 
 from lockstep.errors import LockstepError
+from lockstep.plan.derive import MEASURED_ON, RATES, STAND_IN, derive_published
 from lockstep.plan.device import DeviceProfile, from_json
 
 FOLDER = "profiles"
@@ -10,17 +12,25 @@ FOLDER = "profiles"
 
 def list_shipped() -> tuple[tuple[str, str], ...]:
     """Device and model of each, in alphabetical order: the names that `read_shipped` takes."""
-    return tuple(sorted(_list_measured()))
+    measured = _list_measured()
+    models = [model for device, model in measured if device == MEASURED_ON]
+    if (MEASURED_ON, STAND_IN) not in measured:
+        return tuple(sorted(measured))
+    devices = {device for device, _ in RATES}
+    return tuple(sorted(measured | {(device, model) for device in devices for model in models}))
 
 
+@lru_cache(maxsize=32)
 def read_shipped(device: str, model: str) -> DeviceProfile:
     """One of them; a name that there is not is a sentence."""
     wanted = device.lower(), model.lower()
+    if wanted not in list_shipped():
+        known = ", ".join(" ".join(names) for names in list_shipped()) or "none"
+        raise LockstepError(f"There is no profile of {device} with {model}: there are {known}.")
     if wanted in _list_measured():
         file = resources.files("lockstep.plan").joinpath(FOLDER, "-".join(wanted) + ".json")
         return from_json(file.read_text(encoding="utf-8"))
-    known = ", ".join(" ".join(names) for names in list_shipped()) or "none"
-    raise LockstepError(f"There is no profile of {device} with {model}: there are {known}.")
+    return derive_published(*wanted, read_shipped(MEASURED_ON, wanted[1]), read_shipped(MEASURED_ON, STAND_IN))
 
 
 def _list_measured() -> set[tuple[str, str]]:
