@@ -25,9 +25,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from lockstep.bench.damage import damage_bytes, damage_text, damage_tree
+from lockstep.comm.cluster_file import read_cluster
 from lockstep.comm.cost import FLAT, Choice, Timing
 from lockstep.comm.fusion import ReductionPlan
-from lockstep.comm.topology import group_sizes, plan_groups, read_cluster
+from lockstep.comm.topology import group_sizes, plan_groups
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.order import Cursor, plan_step

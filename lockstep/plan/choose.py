@@ -75,14 +75,30 @@ def count_peers(choice: Choice, topology: Topology) -> int:
     return max(map(len, groups)) - 1 + (len(groups) - 1).bit_length() + 1
 
 
+def has_links(topology: Topology) -> bool:
+    """Whether a cluster file gave links; what is guessed says nothing."""
+    return (topology.intra, topology.inter) != (GUESSED_INTRA, GUESSED_INTER)
+
+
 def _drop_hopeless(choices: Sequence[Choice], topology: Topology) -> list[Choice]:
-    """What the links of a cluster file leave a chance; without one nothing is known yet."""
-    if (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER):
+    """What the links of a cluster file leave a chance, the most promising first: time for measuring may run out.
+
+    Without such links nothing is known yet.
+    """
+    if not has_links(topology):
         return list(choices)
     sizes = (MIN_BYTES, 2**20, 2**26)
     seconds = {c: [predict_seconds(c, size, topology) for size in sizes] for c in choices}
     best = [min(column) for column in zip(*seconds.values(), strict=True)]
-    return [c for c in choices if any(s <= HOPELESS * b for s, b in zip(seconds[c], best, strict=True))]
+    behind = {c: [s / b for s, b in zip(seconds[c], best, strict=True)] for c in choices}
+    return sorted((c for c in choices if min(behind[c]) <= HOPELESS), key=lambda c: math.prod(behind[c]))
+
+
+def expect_messages(choices: Sequence[Choice], max_bytes: int, topology: Topology) -> list[Timing]:
+    """What messages should cost by the links of a cluster file, before any was sent; nothing without links."""
+    if not has_links(topology):
+        return []
+    return [Timing(c, size, predict_seconds(c, size, topology)) for c in choices for size in list_sizes(max_bytes)]
 
 
 def list_sizes(max_bytes: int) -> list[int]:
@@ -144,12 +160,23 @@ def assign_choices(
     return ReductionPlan(tuple(buffers), choices, overlap)
 
 
-def default_reduction(comm: CommConfig, layout: Layout, topology: Topology, bytes_per_element: int) -> ReductionPlan:
-    """What runs until something is measured: the threshold rule and PyTorch's own all-reduce, or what is pinned."""
+def default_reduction(
+    comm: CommConfig, layout: Layout, topology: Topology, bytes_per_element: int, backend: str = ""
+) -> ReductionPlan:
+    """What runs until something is measured: the threshold rule and, for each buffer, what is pinned.
+
+    Where nothing is pinned, what the links of a cluster file make quickest, or PyTorch's own without such links; NCCL
+    chooses by its own knowledge of them.
+    """
     width = min(layout.head_element_bytes, bytes_per_element)
     buffers = add_tail(layout, plan_buffers(layout.head, comm.buffer_mb * 2**20, width))
-    choice = pin_choice(comm, topology) or FLAT
-    return ReductionPlan(buffers, (choice,) * len(buffers), overlap=comm.overlap != "off")
+    overlap = comm.overlap != "off"
+    pinned = pin_choice(comm, topology)
+    if pinned is None and topology.num_ranks > 1 and has_links(topology) and backend != "nccl":
+        largest = max(buffer.num_bytes for buffer in buffers)
+        expected = expect_messages(list_choices(topology, backend), largest, topology)
+        return assign_choices(buffers, expected, overlap=overlap, bytes_per_element=bytes_per_element)
+    return ReductionPlan(buffers, (pinned or FLAT,) * len(buffers), overlap)
 
 
 def propose_reductions(
