@@ -66,25 +66,9 @@ def profile_device(
     note: str = "",
     say: Say = lambda line: None,
 ) -> DeviceProfile:
-    """Measure every way to execute the step at every batch; batches that do not fit are left out and named."""
+    """Measure every way to execute the step at every batch, and the input."""
     on_gpu = world.device.type == "cuda"
-    batches = sorted(set(batches)) or list(GPU_BATCHES if on_gpu else CPU_BATCHES)
-    train = config.train.model_copy(update={"max_batch_per_rank": batches[-1], "global_batch": batches[-1]})
-    config = config.model_copy(update={"train": train})
-    set_number_formats(config.precision)
-    schedule = Schedule("constant", config.optim.lr, total_steps=1)
-    parts = assemble(config, world, build_network(config, len(source.classes)), schedule)
-    parts.reducer.landing = "by buffer" if on_gpu else "at once"  # as among others
-    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels())
-    ways = [*ways, *([] if PLAIN in ways else [PLAIN])]
-    bench = _Bench(config, parts, world)
-    rows: list[BatchTime] = []
-    with put_back(parts):
-        for way in ways:
-            for row in _measure_way(bench, way, batches, say):
-                rows.append(row)
-    if not rows:
-        raise LockstepError("No batch could be measured, for the reasons above; ask for smaller ones with --batch.")
+    rows = measure_batches(config, world, len(source.classes), batches, say=say)
     say("measuring the input")
     return DeviceProfile(
         device=torch.cuda.get_device_name(world.device) if on_gpu else describe_host(world.num_threads),
@@ -95,9 +79,31 @@ def profile_device(
         source="measured",
         note="; ".join(filter(None, [_describe_versions(on_gpu), note])),
         memory_bytes=count_memory(on_gpu=on_gpu),
-        batches=tuple(rows),
+        batches=rows,
         input=measure_input(config, world, source),
     )
+
+
+def measure_batches(
+    config: RunConfig, world: World, num_classes: int, batches: Sequence[int] = (), *, say: Say = lambda line: None
+) -> tuple[BatchTime, ...]:
+    """The step at every batch in every way to execute it; batches that do not fit are left out and named."""
+    on_gpu = world.device.type == "cuda"
+    batches = sorted(set(batches)) or list(GPU_BATCHES if on_gpu else CPU_BATCHES)
+    train = config.train.model_copy(update={"max_batch_per_rank": batches[-1], "global_batch": batches[-1]})
+    config = config.model_copy(update={"train": train})
+    set_number_formats(config.precision)
+    schedule = Schedule("constant", config.optim.lr, total_steps=1)
+    parts = assemble(config, world, build_network(config, num_classes), schedule)
+    parts.reducer.landing = "by buffer" if on_gpu else "at once"  # as among others
+    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels())
+    ways = [*ways, *([] if PLAIN in ways else [PLAIN])]
+    bench = _Bench(config, parts, world)
+    with put_back(parts):
+        rows = [row for way in ways for row in _measure_way(bench, way, batches, say)]
+    if not rows:
+        raise LockstepError("No batch could be measured, for the reasons above; ask for smaller ones with --batch.")
+    return tuple(rows)
 
 
 def describe_host(num_threads: int) -> str:
