@@ -70,11 +70,12 @@ def test_the_machine_counts_its_work() -> None:
 
 def test_a_real_cluster_of_two_ranks_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast_check, "PROFILES", 1)
-    monkeypatch.setattr(forecast_check, "CUTS", ((1024.0, False),))
+    settings = [Setting(1024.0, "hierarchical/2", False), Setting(0.125, "hierarchical/2", True)]
+    monkeypatch.setattr(forecast_check, "list_settings", lambda nodes, ranks: settings)
     file, stream = tmp_path / "rows.json", io.StringIO()
     console = Console(file=stream, width=140)
     rows = run([(1, 2)], case=SMALL, gbit_per_s=1.0, rounds=1, patience_s=0.0, json_file=file, console=console)
-    assert len(rows) == 3
+    assert len(rows) == 2
     assert [row["setting"] for row in json.loads(file.read_text())] == [row.setting for row in rows]
     for row in rows:
         # How well is for a quiet machine to say; here only that both are times of the same step.
