@@ -188,9 +188,7 @@ def test_with_overlap_what_is_exposed_is_what_the_recursion_of_mg_wfbp_says(
     assert found.step_s == pytest.approx(forward + at + exposed + update, rel=1e-9)
 
 
-@given(
-    st.lists(seconds, min_size=1, max_size=5), seconds, seconds, st.floats(0, 5), st.integers(0, 4), st.booleans()
-)
+@given(st.lists(seconds, min_size=1, max_size=5), seconds, seconds, st.floats(0, 5), st.integers(0, 4), st.booleans())
 def test_a_step_is_never_shorter_than_any_resource_is_busy_nor_longer_than_all_in_turn(
     sums: list[float], forward: float, backward: float, read: float, prefetch: int, overlap: bool
 ) -> None:
