@@ -54,6 +54,12 @@ def advise(outlook: Outlook) -> tuple[Binding, str]:
                 f"step {outlook.wider_s * 1e3:.3g} ms, twice the global batch {outlook.larger_rate / rate:.2f} × the "
                 "images per second."
             )
+        case "small batches" if outlook.costs.passes > 1:
+            text = (
+                f"Small passes bind: {outlook.costs.passes:,} in a step, each at {outlook.pass_rate:,.0f} images/s "
+                f"where {outlook.device} can do {outlook.best_rate:,.0f}, which costs {of}; raise "
+                "train.max_batch_per_rank."
+            )
         case "small batches":
             text = (
                 f"Small batches bind: at {outlook.batch:,} images {outlook.device} computes "

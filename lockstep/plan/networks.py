@@ -1,4 +1,4 @@
-"""Networks by their shapes alone: elements and multiplications of each layer, for profiles of what nobody ran. Torch-free.
+"""Networks by their shapes alone: elements and multiplications of each layer, for what nobody ran. Torch-free.
 
 A sketched profile shares a step's time among layers by their multiplications; a lent one takes a measured profile of
 another network on the same device and stretches it by the ratio of the two networks' multiplications.

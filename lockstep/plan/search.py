@@ -1,24 +1,24 @@
-"""Recipe × cluster × devices -> a prediction: the best reduction found as the trainer finds it, then one step simulated.
+"""Recipe × cluster × devices -> a prediction: the best reduction found as the trainer finds it, its step simulated.
 
 `propose_reductions` cuts and assigns as in a run, from messages priced by `price.py` in place of measured ones, and
 `pick_trial` picks from simulated steps in place of trials. Torch-free and pure: well under a second for any size.
 """
 
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.comm.cost import Choice
+from lockstep.comm.cost import GROUPED, Choice
 from lockstep.comm.fusion import ReductionPlan
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.advice import Outlook, advise
 from lockstep.plan.choose import PLAIN, pick_trial, propose_reductions
 from lockstep.plan.cluster import Cluster, Shape, place_devices
+from lockstep.plan.collectives import Phase
 from lockstep.plan.device import BatchTime, DeviceProfile
 from lockstep.plan.graph import StepCosts, expect_slowest
 from lockstep.plan.plan import describe_reduction
-from lockstep.plan.prediction import Impossible, InputNeed, Prediction, Reduction, Scaling
+from lockstep.plan.prediction import InputNeed, Prediction, Reduction, Scaling
 from lockstep.plan.price import expect_timings, list_planned_choices, name_choice, price, price_sharded
 from lockstep.plan.profile import Trial
 from lockstep.plan.rules import find_rule
@@ -58,6 +58,7 @@ class Found:
     reduction: ReductionPlan
     costs: StepCosts
     simulation: Simulation
+    trials: tuple[Trial, ...]  # simulated ones
 
 
 def build_case(
@@ -150,14 +151,7 @@ def _list_choices(case: Case) -> list[Choice]:
     comm = case.workload.comm
     if comm.algorithm == "auto":
         return list_planned_choices(case.shape)
-    return [
-        Choice(
-            comm.algorithm,
-            (comm.group_size or case.shape.per_node)
-            if comm.group_size or comm.algorithm in ("hierarchical", "torus")
-            else 1,
-        )
-    ]
+    return [Choice(comm.algorithm, (comm.group_size or case.shape.per_node) if comm.algorithm in GROUPED else 1)]
 
 
 def _wire_bytes(case: Case) -> int:
@@ -175,13 +169,14 @@ def build_costs(case: Case, reduction: ReductionPlan) -> StepCosts:
     known, asked = find_rule(case.profile.rule), find_rule(case.workload.rule)
     update_s = row.update_s * asked.moved_bytes(width) / known.moved_bytes(width)
     sizes = [min(_wire_bytes(case), buffer.element_bytes) * (buffer.end - buffer.start) for buffer in reduction.buffers]
-    ready_s, messages, gather = list_ready(row, reduction, scale), (), ()
+    ready_s = list_ready(row, reduction, scale)
+    messages: tuple[tuple[Phase, ...], ...] = ()
+    gather: tuple[Phase, ...] = ()
     if shape.num_devices == 1:
         ready_s = ()
     elif case.sharded:
         update_s /= shape.per_node
-        pairs = [price_sharded(size, 0.0, shape, has_ratios=False)[0] for size in sizes]
-        messages = tuple(pairs)
+        messages = tuple(price_sharded(size, 0.0, shape, has_ratios=False)[0] for size in sizes)
         gather = price_sharded(0.0, width * elements, shape, has_ratios=asked.has_ratios)[1]
     else:
         messages = tuple(price(choice, size, shape) for choice, size in zip(reduction.choices, sizes, strict=True))
@@ -228,16 +223,16 @@ def _input_costs(case: Case) -> dict[str, float]:
 
 def search(case: Case) -> Found:
     """The quickest reduction there is, PyTorch's own unless it is clearly slower, as in a run."""
-    found: dict[str, Found] = {}
-    trials = []
+    execution, trials = time_pass(case).execution, []
+    tried: dict[str, tuple[ReductionPlan, StepCosts, Simulation]] = {}
     for rule, reduction in plan_reductions(case).items():
         costs = build_costs(case, reduction)
         simulation = simulate(costs)
-        found[rule] = Found(rule, reduction, costs, simulation)
-        trials.append(Trial(time_pass(case).execution, rule, "", simulation.step_s))
+        tried[rule] = reduction, costs, simulation
+        trials.append(Trial(execution, rule, describe_reduction(reduction), simulation.step_s))
     best = pick_trial(trials)
     assert best is not None
-    return found[best.rule]
+    return Found(best.rule, *tried[best.rule], tuple(trials))
 
 
 def predict(case: Case, found: Found | None = None) -> Prediction:
@@ -350,62 +345,3 @@ def _look_around(case: Case, found: Found) -> Outlook:
 
 def _without_input(found: Found) -> float:
     return found.simulation.parts.step_s - found.simulation.parts.input_s
-
-
-def plan_sizes(
-    workload: Workload,
-    profile: DeviceProfile,
-    cluster: Cluster,
-    devices: Iterable[int],
-    batch_per_device: int = 0,
-) -> list[Prediction | Impossible]:
-    """Strong scaling at every size, then weak scaling with as many images for each device; a sentence where none is."""
-    sizes = list(devices)
-    rows: list[Prediction | Impossible] = []
-    for scaling, batch in (("strong", 0), ("weak", batch_per_device or choose_weak_batch(workload, profile))):
-        for count in sizes:
-            try:
-                rows.append(predict(build_case(workload, profile, cluster, count, batch)))
-            except LockstepError as error:
-                rows.append(Impossible("strong" if scaling == "strong" else "weak", count, str(error)))
-    return rows
-
-
-def choose_weak_batch(workload: Workload, profile: DeviceProfile) -> int:
-    """The largest batch of the profile that is one pass and fits, or else the smallest there is."""
-    rows = [row for row in profile.batches if row.memory_bytes <= profile.memory_bytes]
-    fitting = [row.batch for row in rows if row.batch <= workload.max_batch]
-    return max(fitting, default=min(row.batch for row in profile.batches))
-
-
-def find_smallest(
-    workload: Workload, profile: DeviceProfile, cluster: Cluster, target_s: float
-) -> tuple[Prediction | None, Sequence[Prediction]]:
-    """The fewest devices that train the recipe in so many seconds, by strong scaling, and all that were looked at."""
-    seen: dict[int, Prediction] = {}
-
-    def reaches(count: int) -> bool:
-        if count not in seen:
-            seen[count] = predict(build_case(workload, profile, cluster, count))
-        return seen[count].train_s <= target_s
-
-    per_node = cluster.devices_per_node
-    most_nodes = min(workload.global_batch // per_node, cluster.num_nodes or workload.global_batch)
-    if most_nodes < 1:
-        sizes = [count for count in range(1, per_node + 1) if count <= workload.global_batch]
-    else:
-        sizes = [*range(1, per_node), *(per_node * nodes for nodes in range(1, most_nodes + 1))]
-    # More devices are quicker up to a point; beyond it nothing is found that was not found below.
-    step = 0
-    while (1 << step) <= len(sizes):
-        index = (1 << step) - 1
-        if reaches(sizes[index]):
-            break
-        step += 1
-    else:
-        return None, list(seen.values())
-    low, high = (1 << step) // 2 - 1, (1 << step) - 1  # sizes[low] does not reach it, or there is none
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(sizes[middle]) else (middle, high)
-    return seen[sizes[high]], list(seen.values())
