@@ -1,4 +1,4 @@
-"""A predicted run as the records that a run emits, so that one report draws both (after `search.py`). Torch-free.
+"""A predicted run as the records that a run emits, so that one report draws both (after `search.py`). Torch-free."""
 
 import time
 from collections.abc import Iterable, Sequence
