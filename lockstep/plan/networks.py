@@ -118,7 +118,8 @@ def sketch_profile(
     layers = list_layers(model)
     width = 2 if precision in ("fp16", "bf16") else 4
     batches = tuple(_sketch_row(layers, batch, image_s, fixed_s, update_s, width, memory_bytes) for batch in (1, 1024))
-    return DeviceProfile(device, model, 224, precision, "sgd", "derived", note, memory_bytes, batches)
+    size = 227 if model == "alexnet" else 224
+    return DeviceProfile(device, model, size, precision, "sgd", "derived", note, memory_bytes, batches)
 
 
 def _sketch_row(

@@ -14,7 +14,7 @@ from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.advice import Outlook, advise
 from lockstep.plan.choose import PLAIN, pick_trial, propose_reductions
 from lockstep.plan.cluster import Cluster, Shape, place_devices
-from lockstep.plan.collectives import Phase
+from lockstep.plan.collectives import Phase, is_regular
 from lockstep.plan.device import BatchTime, DeviceProfile
 from lockstep.plan.graph import StepCosts, expect_slowest
 from lockstep.plan.plan import describe_reduction
@@ -39,6 +39,7 @@ class Case:
     scaling: Scaling
     global_batch: int
     sharded: bool = False
+    choices: tuple[Choice, ...] = ()  # all-reduces to choose from; none: all that there are
 
     @property
     def batch(self) -> int:
@@ -149,6 +150,8 @@ def plan_reductions(case: Case) -> dict[str, ReductionPlan]:
 
 def _list_choices(case: Case) -> list[Choice]:
     comm = case.workload.comm
+    if comm.algorithm == "auto" and case.choices:
+        return [choice for choice in case.choices if is_regular(choice, case.shape)]
     if comm.algorithm == "auto":
         return list_planned_choices(case.shape)
     return [Choice(comm.algorithm, (comm.group_size or case.shape.per_node) if comm.algorithm in GROUPED else 1)]
