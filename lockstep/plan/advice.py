@@ -42,7 +42,7 @@ def advise(outlook: Outlook) -> tuple[Binding, str]:
     binds = max(losses, key=losses.__getitem__)
     if losses[binds] < NEGLIGIBLE * step_s:
         binds = "arithmetic"
-    of = f"{losses.get(binds, passes_s) * 1e3:.3g} of {step_s * 1e3:.3g} ms"
+    of = f"{_ms(losses.get(binds, passes_s))} of {_ms(step_s)} ms"
     rate = outlook.global_batch / step_s
     match binds:
         case "input":
@@ -51,7 +51,7 @@ def advise(outlook: Outlook) -> tuple[Binding, str]:
             level = "between nodes" if outlook.shape.num_nodes > 1 else "inside the node"
             text = (
                 f"Communication binds: {of} are messages that nothing hides; links {level} twice as wide would make a "
-                f"step {outlook.wider_s * 1e3:.3g} ms, twice the global batch {outlook.larger_rate / rate:.2f} × the "
+                f"step {_ms(outlook.wider_s)} ms, twice the global batch {outlook.larger_rate / rate:.2f} × the "
                 "images per second."
             )
         case "small batches" if outlook.costs.passes > 1:
@@ -62,7 +62,7 @@ def advise(outlook: Outlook) -> tuple[Binding, str]:
             )
         case "small batches":
             text = (
-                f"Small batches bind: at {outlook.batch:,} images {outlook.device} computes "
+                f"Small batches bind: at {outlook.batch:,} image{'s' * (outlook.batch > 1)} {outlook.device} computes "
                 f"{outlook.pass_rate:,.0f} images/s, at its best {outlook.best_rate:,.0f}, which costs {of}; twice the "
                 f"global batch would give {outlook.larger_rate / rate:.2f} × the images per second."
             )
@@ -82,6 +82,11 @@ def advise(outlook: Outlook) -> tuple[Binding, str]:
                 f"{outlook.device}'s best rate; more devices, or quicker ones, are what helps."
             )
     return binds, text
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds to three digits, never as a power of ten."""
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _advise_input(outlook: Outlook, of: str) -> str:

@@ -29,6 +29,7 @@ class Shaped:
     name: str
     weights: int
     beside: int
+    num_beside: int  # tensors: γ and β, or a bias
     macs: int  # an image, forward
     outputs: int
 
@@ -50,12 +51,13 @@ def count_macs(model: str) -> int:
 
 
 def _convolve(name: str, inputs: int, outputs: int, kernel: int, side: int, *, bias: bool = False) -> Shaped:
-    weights = inputs * outputs * kernel * kernel
-    return Shaped(name, weights, outputs if bias else 2 * outputs, weights * side * side, outputs * side * side)
+    weights, count = inputs * outputs * kernel * kernel, 1 if bias else 2
+    return Shaped(name, weights, count * outputs, count, weights * side * side, outputs * side * side)
 
 
 def _connect(name: str, inputs: int, outputs: int, *, norm: bool = False) -> Shaped:
-    return Shaped(name, inputs * outputs, 2 * outputs if norm else outputs, inputs * outputs, outputs)
+    count = 2 if norm else 1
+    return Shaped(name, inputs * outputs, count * outputs, count, inputs * outputs, outputs)
 
 
 def _list_resnet(counts: Sequence[int], is_bottleneck: bool) -> list[Shaped]:
@@ -117,13 +119,13 @@ def sketch_profile(
     """A profile whose step takes `fixed_s` and `image_s` for each image, a third of it forward."""
     layers = list_layers(model)
     width = 2 if precision in ("fp16", "bf16") else 4
-    batches = tuple(_sketch_row(layers, batch, image_s, fixed_s, update_s, width, memory_bytes) for batch in (1, 1024))
+    batches = tuple(_sketch_row(layers, batch, image_s, fixed_s, update_s, width) for batch in (1, 1024))
     size = 227 if model == "alexnet" else 224
     return DeviceProfile(device, model, size, precision, "sgd", "derived", note, memory_bytes, batches)
 
 
 def _sketch_row(
-    layers: Sequence[Shaped], batch: int, image_s: float, fixed_s: float, update_s: float, width: int, memory: int
+    layers: Sequence[Shaped], batch: int, image_s: float, fixed_s: float, update_s: float, width: int
 ) -> BatchTime:
     passes_s = fixed_s + batch * image_s - update_s
     total = sum(layer.macs for layer in layers)
@@ -159,7 +161,7 @@ def _sketch_row(
         passes_s * 2 / 3,
         update_s,
         0.0,
-        min(held, memory),
+        held,
         rows,
         (*weights, *beside),
     )
@@ -177,7 +179,7 @@ def lend_profile(profile: DeviceProfile, model: str) -> DeviceProfile:
         update_s = row.update_s * size / known
         step_s = (row.step_s - row.update_s) * ratio + update_s
         layers = list_layers(model)
-        sketched = _sketch_row(layers, row.batch, 0.0, step_s, update_s, width, profile.memory_bytes)
+        sketched = _sketch_row(layers, row.batch, 0.0, step_s, update_s, width)
         memory = round((row.memory_bytes - 12 * known) * ratio + 12 * size)
         rows.append(
             replace(

@@ -100,7 +100,7 @@ def predict_run(run: dict[str, Any], image_s: float) -> float:
     if run["quantity"] == "minutes":
         return float(run["epochs"] * IMAGENET / rate / 60)
     count = run.get("against", 1)
-    return rate / float(run["devices"]) / (_predict_rate(run, image_s, count) / count)
+    return float(rate / run["devices"] / (_predict_rate(run, image_s, count) / count))
 
 
 def _time_update(run: dict[str, Any]) -> float:

@@ -30,10 +30,10 @@ def plan_sizes(
 
 
 def choose_weak_batch(workload: Workload, profile: DeviceProfile) -> int:
-    """The largest batch of the profile that is one pass and fits, or else the smallest there is."""
-    rows = [row for row in profile.batches if row.memory_bytes <= profile.memory_bytes]
-    fitting = [row.batch for row in rows if row.batch <= workload.max_batch]
-    return max(fitting, default=min(row.batch for row in profile.batches))
+    """The largest power of two that is one pass, lies within the profile and fits the device."""
+    most = min(workload.max_batch, max(row.batch for row in profile.batches))
+    sizes = [1 << power for power in range(most.bit_length())]
+    return max((size for size in sizes if profile.at(size).memory_bytes <= profile.memory_bytes), default=1)
 
 
 def find_smallest(

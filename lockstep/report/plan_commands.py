@@ -66,7 +66,10 @@ def plan(
         from lockstep.plan.cluster import list_clusters
         from lockstep.report.plan_display import build_cluster_table
 
-        console.print(build_cluster_table(list_clusters()))
+        clusters = list_clusters()
+        console.print(build_cluster_table(clusters))
+        for one in clusters:
+            console.print(f"{one.name}: {one.summary}", highlight=False, markup=False)
         return
     _plan_recipe(
         console,
@@ -143,7 +146,7 @@ def _plan_recipe(
     rows = plan_sizes(workload, device, cluster, sizes, batch_per_device)
     possible = [row for row in rows if isinstance(row, Prediction)]
     impossible = [row for row in rows if isinstance(row, Impossible)]
-    if not possible:
+    if not any(row.scaling == "strong" for row in possible):  # the recipe as it is cannot run at any of these sizes
         raise LockstepError(impossible[0].reason)
     if json_file:
         _write(json_file, to_json(rows))
@@ -155,7 +158,14 @@ def _plan_recipe(
 
 
 def _show_plan(console: "Console", predictions: "list[Prediction]") -> None:
-    from lockstep.report.plan_display import LEGEND, build_plan_table, describe_size, draw_scaling, draw_steps
+    from lockstep.report.plan_display import (
+        LEGEND,
+        build_need_table,
+        build_plan_table,
+        describe_size,
+        draw_scaling,
+        draw_steps,
+    )
 
     first = predictions[0]
     console.print(f"{first.recipe} on {first.cluster}, {first.device}", highlight=False, markup=False)
@@ -166,8 +176,9 @@ def _show_plan(console: "Console", predictions: "list[Prediction]") -> None:
             continue
         what = f"global batch {rows[0].global_batch:,}" if scaling == "strong" else f"{rows[0].batch_per_device:,} each"
         console.print(build_plan_table(rows, f"{scaling} scaling, {what}, {rows[0].epochs:g} epochs"))
+        console.print(build_need_table(rows))
         for heading, lines in (
-            ("images per second; dots: every device at its best", draw_scaling(rows)),
+            ("images per second of each device; dots: up to its best", draw_scaling(rows)),
             (f"a step: {LEGEND}", draw_steps(rows)),
             ("", [line for one in rows for line in describe_size(one)]),
         ):

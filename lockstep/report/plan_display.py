@@ -19,14 +19,12 @@ KWH = 3.6e6
 
 
 def build_plan_table(predictions: Sequence[Prediction], title: str) -> Table:
-    """One row for each size."""
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    heads = ("devices", "images each", "step ms", "images/s", "S", "e", "of best", "time", "dollars", "kWh", "memory")
-    for head in (*heads, "cores", "GB/s"):
+    """How quick each size is."""
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", pad_edge=False)
+    for head in ("devices", "each", "step ms", "T", "S", "e", "of best", "time"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("binds")
+    table.add_column("binds", no_wrap=True)
     for one in predictions:
-        need = one.input
         table.add_row(
             f"{one.devices:,}",
             f"{one.batch_per_device:,}",
@@ -36,12 +34,27 @@ def build_plan_table(predictions: Sequence[Prediction], title: str) -> Table:
             percent(one.efficiency),
             percent(one.efficiency_whole),
             tell_long(one.train_s),
+            one.binds,
+        )
+    return table
+
+
+def build_need_table(predictions: Sequence[Prediction]) -> Table:
+    """What each size costs, and what a device and a node must have."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("devices", "nodes", "dollars", "kWh", "memory", "node: images/s", "cores", "GB/s from disk"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for one in predictions:
+        need = one.input
+        table.add_row(
+            f"{one.devices:,}",
+            f"{one.nodes:,}",
             "-" if one.dollars is None else f"{one.dollars:,.0f}",
             "-" if one.energy_j is None else f"{one.energy_j / KWH:,.3g}",
-            size(one.memory_bytes),
-            "-" if need is None else f"{need.decode_cores:,.0f}",
+            f"{size(one.memory_bytes)} of {size(one.memory_limit_bytes)}",
+            "-" if need is None else count(need.images_per_second),
+            "-" if need is None else f"{need.decode_cores:,.0f} of {need.cores or '?'}",
             "-" if need is None else f"{need.storage_bytes_per_s / 1e9:.2g}",
-            one.binds,
         )
     return table
 
@@ -69,13 +82,12 @@ def draw_bar(one: Prediction) -> str:
 
 
 def draw_scaling(predictions: Sequence[Prediction]) -> list[str]:
-    """Images per second against devices: a bar for what is reached, dots up to as much as one device's best for all."""
-    most = max(one.images_per_second / one.efficiency_whole for one in predictions)
+    """Images per second of each device: a bar for what is reached, dots up to the best of one device."""
     lines = []
     for one in predictions:
-        reached = round(BAR * one.images_per_second / most)
-        ideal = round(BAR * one.images_per_second / one.efficiency_whole / most)
-        lines.append(f"{one.devices:>9,} {'#' * reached}{'.' * (ideal - reached)} {count(one.images_per_second)}")
+        reached = round(BAR * one.efficiency_whole)
+        rate = count(one.images_per_second / one.devices)
+        lines.append(f"{one.devices:>9,} {'#' * reached}{'.' * (BAR - reached)} {rate}")
     return lines
 
 
@@ -101,7 +113,6 @@ def build_cluster_table(clusters: Sequence[Cluster]) -> Table:
     table.add_column("cluster", style="cyan", no_wrap=True)
     for head in ("a node", "inside GB/s", "between GB/s", "cores", "disk GB/s", "$/h", "watts"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("what it is")
     for one in clusters:
         machine = one.machine
         storage = machine.storage_bytes_per_s
@@ -114,7 +125,6 @@ def build_cluster_table(clusters: Sequence[Cluster]) -> Table:
             "-" if storage is None else f"{storage / 1e9:,.3g}",
             "-" if machine.dollars_per_device_hour is None else f"{machine.dollars_per_device_hour:.2f}",
             "-" if machine.watts_per_device is None else f"{machine.watts_per_device:,.0f}",
-            one.summary,
         )
     return table
 
