@@ -20,9 +20,8 @@ from lockstep.plan.nccl import predict_nccl
 from lockstep.plan.networks import list_layers, sketch_profile
 from lockstep.plan.rules import find_rule
 from lockstep.plan.search import build_case, search
-from lockstep.plan.workload import FIXED_IMAGES, IMAGENET, Workload
+from lockstep.plan.workload import FIXED_IMAGES, IMAGENET, Workload, time_update
 
-BANDWIDTH_SHARE = 0.8  # of a data sheet's, that an update reaches: an estimate
 PASSES = 1 << 20  # a published batch is one pass
 
 
@@ -105,10 +104,8 @@ def predict_run(run: dict[str, Any], image_s: float) -> float:
 
 def _time_update(run: dict[str, Any]) -> float:
     """Seconds of an update: arrays that travel, and nothing else."""
-    rule = find_rule(run.get("rule", "sgd"))
-    width = 2 if run.get("precision", "fp16") == "fp16" else 4
-    elements = sum(layer.weights + layer.beside for layer in list_layers(run.get("model", "resnet50")))
-    return rule.moved_bytes(width) * elements / (BANDWIDTH_SHARE * DATASHEETS[run["device"]].bandwidth)
+    sheet = replace(DATASHEETS[run["device"]], precision=run.get("precision", "fp16"))
+    return time_update(run.get("model", "resnet50"), run.get("rule", "sgd"), sheet)
 
 
 def _predict_rate(run: dict[str, Any], image_s: float, devices: int) -> float:

@@ -53,16 +53,12 @@ def find_smallest(
         sizes = [count for count in range(1, per_node + 1) if count <= workload.global_batch]
     else:
         sizes = [*range(1, per_node), *(per_node * nodes for nodes in range(1, most_nodes + 1))]
-    # More devices are quicker up to a point; beyond it nothing is found that was not found below.
-    step = 0
-    while (1 << step) <= len(sizes):
-        index = (1 << step) - 1
-        if reaches(sizes[index]):
-            break
-        step += 1
-    else:
-        return None, list(seen.values())
-    low, high = (1 << step) // 2 - 1, (1 << step) - 1  # sizes[low] does not reach it, or there is none
+    # More devices are quicker up to a point: doubled until they reach it, then halved in between.
+    low, high = -1, 0  # sizes[low] does not reach it, or there is none
+    while not reaches(sizes[high]):
+        if high == len(sizes) - 1:
+            return None, list(seen.values())
+        low, high = high, min(2 * high + 1, len(sizes) - 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(sizes[middle]) else (middle, high)

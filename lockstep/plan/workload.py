@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from lockstep.config import CommConfig, RunConfig
 from lockstep.errors import LockstepError
-from lockstep.plan.derive import DATASHEETS, RATES
+from lockstep.plan.derive import DATASHEETS, RATES, Datasheet
 from lockstep.plan.device import DeviceProfile
-from lockstep.plan.networks import RESNETS, count_macs, lend_profile, sketch_profile
+from lockstep.plan.networks import RESNETS, count_macs, lend_profile, list_layers, sketch_profile
+from lockstep.plan.rules import find_rule
 from lockstep.plan.shipped import list_shipped, read_shipped
 
 IMAGENET = 1_281_167  # training images
@@ -16,6 +17,7 @@ LENDER = "resnet50"  # the network whose profile stands in for others
 # What a step costs besides its images, in images: a sketch knows no more. `lockstep profile` on one H200: 1.9 ms and
 # 0.087 ms an image.
 FIXED_IMAGES = 22
+BANDWIDTH_SHARE = 0.8  # of a data sheet's, that an update reaches: an estimate
 PREFETCH = 3  # batches ahead, where the recipe leaves it open
 
 
@@ -89,16 +91,25 @@ def sketch_published(device: str, model: str) -> DeviceProfile:
     """A profile with nothing in it but one published rate and what a step costs besides its images."""
     of = model if (device, model) in RATES else LENDER
     rate, sheet = RATES[device, of], DATASHEETS[device]
-    image_s = rate.batch / rate.images_s / (rate.batch + FIXED_IMAGES) * count_macs(model) / count_macs(of)
+    known_s, update_s = (time_update(name, "sgd", sheet) for name in (of, model))
+    image_s = (rate.batch / rate.images_s - known_s) / (rate.batch + FIXED_IMAGES) * count_macs(model) / count_macs(of)
     return sketch_profile(
         model,
         sheet.name,
         image_s,
-        FIXED_IMAGES * image_s,
+        FIXED_IMAGES * image_s + update_s,
+        update_s=update_s,
         precision=sheet.precision,
         memory_bytes=sheet.memory_bytes,
         note=f"sketched from {rate.images_s:g} images/s of {of} at batch {rate.batch} ({rate.source})",
     )
+
+
+def time_update(model: str, rule: str, sheet: Datasheet) -> float:
+    """Seconds of an update by a device's bandwidth: arrays that travel, and nothing else."""
+    elements = sum(layer.weights + layer.beside for layer in list_layers(model))
+    width = 2 if sheet.precision == "fp16" else 4
+    return find_rule(rule).moved_bytes(width) * elements / (BANDWIDTH_SHARE * sheet.bandwidth)
 
 
 def compare_precision(workload: Workload, profile: DeviceProfile) -> tuple[str, ...]:

@@ -192,13 +192,19 @@ def _show_plan(console: "Console", predictions: "list[Prediction]") -> None:
 
 def _validate(console: "Console", json_file: Path | None) -> None:
     from lockstep.plan.published import check_claims, check_published
-    from lockstep.report.plan_display import build_checked_table, build_claim_table
+    from lockstep.report.plan_display import build_checked_table, build_claim_table, list_check_notes
 
     rows = check_published()
     if json_file:
         _write(json_file, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    claims = check_claims()
     console.print(build_checked_table(rows))
-    console.print(build_claim_table(check_claims()))
+    for line in list_check_notes(rows):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    console.print(build_claim_table(claims))
+    for claim in claims:
+        console.print(f"{claim.claim}: {claim.verdict}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _read_profile(path: Path) -> "DeviceProfile":

@@ -9,7 +9,7 @@ from lockstep.plan.cluster import Cluster
 from lockstep.plan.optimizers import RuleRow
 from lockstep.plan.prediction import Impossible, Prediction
 from lockstep.plan.published import Checked, Claim
-from lockstep.report.phrases import count, percent, size
+from lockstep.report.phrases import count, size
 
 BAR = 60  # characters of the longest step
 # What a step is made of, each by a letter.
@@ -31,8 +31,8 @@ def build_plan_table(predictions: Sequence[Prediction], title: str) -> Table:
             f"{one.step_s * 1e3:,.4g}",
             count(one.images_per_second),
             count(one.speed_one_rank),
-            percent(one.efficiency),
-            percent(one.efficiency_whole),
+            f"{one.efficiency:.1%}",
+            f"{one.efficiency_whole:.1%}",
             tell_long(one.train_s),
             one.binds,
         )
@@ -42,7 +42,7 @@ def build_plan_table(predictions: Sequence[Prediction], title: str) -> Table:
 def build_need_table(predictions: Sequence[Prediction]) -> Table:
     """What each size costs, and what a device and a node must have."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("devices", "nodes", "dollars", "kWh", "memory", "node: images/s", "cores", "GB/s from disk"):
+    for head in ("devices", "nodes", "dollars", "kWh", "memory GB", "node images/s", "cores", "disk GB/s"):
         table.add_column(head, justify="right", no_wrap=True)
     for one in predictions:
         need = one.input
@@ -51,9 +51,9 @@ def build_need_table(predictions: Sequence[Prediction]) -> Table:
             f"{one.nodes:,}",
             "-" if one.dollars is None else f"{one.dollars:,.0f}",
             "-" if one.energy_j is None else f"{one.energy_j / KWH:,.3g}",
-            f"{size(one.memory_bytes)} of {size(one.memory_limit_bytes)}",
+            f"{one.memory_bytes / 1e9:.3g}/{one.memory_limit_bytes / 1e9:.3g}",
             "-" if need is None else count(need.images_per_second),
-            "-" if need is None else f"{need.decode_cores:,.0f} of {need.cores or '?'}",
+            "-" if need is None else f"{need.decode_cores:,.0f}/{need.cores or '?'}",
             "-" if need is None else f"{need.storage_bytes_per_s / 1e9:.2g}",
         )
     return table
@@ -131,9 +131,10 @@ def build_cluster_table(clusters: Sequence[Cluster]) -> Table:
 
 def build_rule_table(rows: Sequence[RuleRow]) -> Table:
     """Update rules beside each other."""
-    table = Table(box=None, header_style="bold", title="update rules, bytes of one device", title_justify="left")
-    table.add_column("rule")
-    for head in ("devices", "state", "moved", "sent", "update ms", "exposed ms", "step ms", "images/s"):
+    title = "update rules: bytes that a device keeps, moves and sends; milliseconds"
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", pad_edge=False)
+    table.add_column("rule", no_wrap=True)
+    for head in ("devices", "state", "moved", "sent", "update", "exposed", "step"):
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -144,8 +145,7 @@ def build_rule_table(rows: Sequence[RuleRow]) -> Table:
             size(row.sent_bytes),
             f"{row.update_s * 1e3:.3f}",
             f"{row.exposed_s * 1e3:.3f}",
-            f"{row.step_s * 1e3:,.4g}",
-            count(row.images_per_second),
+            f"{row.step_s * 1e3:,.5g}",
         )
     return table
 
@@ -153,8 +153,8 @@ def build_rule_table(rows: Sequence[RuleRow]) -> Table:
 def build_checked_table(rows: Sequence[Checked]) -> Table:
     """Predicted against published."""
     table = Table(box=None, header_style="bold", title="predicted against published", title_justify="left")
-    table.add_column("run")
-    table.add_column("quantity")
+    table.add_column("run", no_wrap=True)
+    table.add_column("quantity", no_wrap=True)
     for head in ("published", "predicted", "off by"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("")
@@ -162,21 +162,29 @@ def build_checked_table(rows: Sequence[Checked]) -> Table:
         table.add_row(
             row.run,
             row.quantity,
-            f"{row.published:,.5g}",
-            f"{row.predicted:,.5g}",
+            show_quantity(row.published),
+            show_quantity(row.predicted),
             f"{100 * row.error:+.1f} %",
-            "calibrated on this row: no prediction" if row.calibrated else row.note,
+            "calibrated" if row.calibrated else "",
         )
     return table
 
 
+def show_quantity(value: float) -> str:
+    """Four digits, never as a power of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def list_check_notes(rows: Sequence[Checked]) -> list[str]:
+    """What is to be said of single rows."""
+    return [f"{row.run}: {row.note}" for row in rows if row.note]
+
+
 def build_claim_table(claims: Sequence[Claim]) -> Table:
     """The paper's claims, and what the simulator makes of them."""
-    table = Table(box=None, header_style="bold", title="the paper's claims", title_justify="left")
-    table.add_column("claim")
-    table.add_column("claimed", justify="right")
-    table.add_column("simulated", justify="right")
-    table.add_column("")
+    table = Table(box=None, header_style="bold", title="the paper's claims", title_justify="left", pad_edge=False)
+    for head in ("claim", "claimed", "simulated"):
+        table.add_column(head)
     for claim in claims:
-        table.add_row(claim.claim, claim.claimed, claim.simulated, claim.verdict)
+        table.add_row(claim.claim, claim.claimed, claim.simulated)
     return table
