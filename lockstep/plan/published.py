@@ -214,7 +214,7 @@ def _check_minutes() -> list[Claim]:
         image_s = _fit_group("jia-resnet50")
         rate = _predict_rate(run, image_s, devices)
         implied = 90 * IMAGENET / (60 * minutes) / devices / 218
-        same_batch = rate / devices * (run["batch"] + FIXED_IMAGES) * image_s / run["batch"]
+        same_batch = rate / devices / _predict_rate(run, image_s, 1)
         claims.append(
             Claim(
                 f"resnet50: scaling efficiency at {devices:,} P40",

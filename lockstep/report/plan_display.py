@@ -152,20 +152,19 @@ def build_rule_table(rows: Sequence[RuleRow]) -> Table:
 
 def build_checked_table(rows: Sequence[Checked]) -> Table:
     """Predicted against published."""
-    table = Table(box=None, header_style="bold", title="predicted against published", title_justify="left")
+    title = "predicted against published; *: calibrated on this row, which is no prediction"
+    table = Table(box=None, header_style="bold", title=title, title_justify="left", pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("quantity", no_wrap=True)
     for head in ("published", "predicted", "off by"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("")
     for row in rows:
         table.add_row(
-            row.run,
+            f"{row.run}{' *' if row.calibrated else ''}",
             row.quantity,
             show_quantity(row.published),
             show_quantity(row.predicted),
-            f"{100 * row.error:+.1f} %",
-            "calibrated" if row.calibrated else "",
+            f"{row.error:+.1%}",
         )
     return table
 
