@@ -2,12 +2,15 @@
 
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 
 from lockstep.errors import LockstepError
+from lockstep.files import read_small
 from lockstep.plan.derive import MEASURED_ON, RATES, STAND_IN, derive_published
 from lockstep.plan.device import DeviceProfile, from_json
 
 FOLDER = "profiles"
+MAX_BYTES = 16 << 20  # far beyond any profile
 
 
 def list_shipped() -> tuple[tuple[str, str], ...]:
@@ -31,6 +34,16 @@ def read_shipped(device: str, model: str) -> DeviceProfile:
         file = resources.files("lockstep.plan").joinpath(FOLDER, "-".join(wanted) + ".json")
         return from_json(file.read_text(encoding="utf-8"))
     return derive_published(*wanted, read_shipped(MEASURED_ON, wanted[1]), read_shipped(MEASURED_ON, STAND_IN))
+
+
+def read_file(path: Path) -> DeviceProfile:
+    """One that `lockstep profile` wrote."""
+    try:
+        text = read_small(path, MAX_BYTES).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise LockstepError(f"The device profile {path} cannot be read ({reason}).") from None
+    return from_json(text)
 
 
 def _list_measured() -> set[tuple[str, str]]:
