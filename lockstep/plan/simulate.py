@@ -128,11 +128,12 @@ def _cut(scheduled: Sequence[Scheduled], costs: StepCosts, step: int, begun: flo
     times = {
         name: sum(span.task.seconds for span in passes if span.task.name == name) for name in ("forward", "backward")
     }
+    slowest_s = computed - passes[0].start_s - sum(times.values()) / factor
     return StepParts(
         input_s=passes[0].start_s - begun,
         forward_s=times["forward"] / factor,
         backward_s=times["backward"] / factor,
-        slowest_s=computed - passes[0].start_s - sum(times.values()) / factor,
+        slowest_s=max(0.0, slowest_s),  # the sum of many pieces may be off in the last digit
         communicate_s=summed - computed + done - update.end_s,
         launch_s=update.start_s - summed,
         update_s=update.end_s - update.start_s,
