@@ -84,7 +84,7 @@ def _fit_group(group: str) -> float:
     run = next(run for run in table["run"] if run["group"] == group and run.get("calibrated"))
     low, high = 1e-7, 1.0
     rising = run["quantity"] == "minutes"  # more seconds an image are more minutes, and fewer images a second
-    for _ in range(60):
+    for _ in range(40):
         middle = (low * high) ** 0.5
         is_more = predict_run(run, middle) > run["published"]
         low, high = (low, middle) if is_more == rising else (middle, high)
