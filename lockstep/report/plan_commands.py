@@ -28,7 +28,9 @@ def plan(
     target: Annotated[
         str | None, typer.Argument(help="A recipe's name or a TOML file; `clusters` lists them.", metavar="RECIPE")
     ] = None,
-    cluster: Annotated[str, typer.Option(help="A cluster of `lockstep plan clusters`, or a cluster file.")] = "",
+    cluster: Annotated[
+        str, typer.Option(help="A cluster of `lockstep plan clusters`, or a cluster file; the recipe's if not given.")
+    ] = "",
     devices: Annotated[str, typer.Option(help="How many devices, by commas.")] = "8,64,512,2048",
     batch_per_device: Annotated[
         int, typer.Option(min=0, max=1 << 20, help="Images for each device under weak scaling; 0: as many as fit.")
@@ -118,9 +120,10 @@ def _plan_recipe(
     from lockstep.recipes.read import load_recipe
     from lockstep.report.plan_display import build_rule_table, describe_impossible
 
+    name, config = load_recipe(target, settings)
+    cluster_name = cluster_name or config.comm.cluster
     if not cluster_name:
         raise LockstepError("A plan needs --cluster; `lockstep plan clusters` lists them, and a file may be given.")
-    name, config = load_recipe(target, settings)
     workload = describe_workload(name, config, images)
     cluster = read_planned(cluster_name)
     device = _read_profile(profile_file) if profile_file else find_profile(cluster.machine.device, workload.model)
