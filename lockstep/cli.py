@@ -21,6 +21,7 @@ from lockstep.processes import end_on_second, follow_launcher, name_process, qui
 from lockstep.recipes import read
 from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
+from lockstep.report.plan_commands import add_plan_command
 from lockstep.restarts import count_restarts, leave_outcome
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
 add_profile(app)
 add_page_commands(app)
+add_plan_command(app)
 app.add_typer(exports)
 
 

@@ -6,8 +6,9 @@ same functions about clusters that nobody has.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
 from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
@@ -27,6 +28,13 @@ HOPELESS = 4.0
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
 PLAIN = "PyTorch's own"  # all-reduce for buffers cut by the threshold rule
+
+
+class Curve(NamedTuple):
+    """Measured sizes of one choice, rising, and the seconds of each."""
+
+    sizes: list[int]
+    seconds: list[float]
 
 
 def list_executions(train: TrainConfig, *, on_gpu: bool, has_own_kernels: bool) -> list[Execution]:
@@ -119,11 +127,14 @@ def pin_choice(comm: CommConfig, topology: Topology) -> Choice | None:
 
 def pick_choice(messages: Sequence[Timing], num_bytes: float) -> tuple[Choice, float]:
     """The choice that was quickest around this size, by interpolation between the sizes it was measured at."""
-    curves = _draw_curves(tuple(messages))
-    largest = max(curve[-1][0] for curve in curves.values())
+    return _pick(_draw_curves(tuple(messages)), num_bytes)
+
+
+def _pick(curves: Mapping[Choice, Curve], num_bytes: float) -> tuple[Choice, float]:
+    largest = max(curve.sizes[-1] for curve in curves.values())
     # A choice that was given up before this size has no say there.
     reach = min(num_bytes, largest)
-    times = {choice: _interpolate(curve, num_bytes) for choice, curve in curves.items() if curve[-1][0] >= reach}
+    times = {choice: _interpolate(curve, num_bytes) for choice, curve in curves.items() if curve.sizes[-1] >= reach}
     choice = min(times, key=times.__getitem__)
     if FLAT in times and times[choice] > (1 - MARGIN) * times[FLAT]:
         choice = FLAT
@@ -131,23 +142,25 @@ def pick_choice(messages: Sequence[Timing], num_bytes: float) -> tuple[Choice, f
 
 
 @lru_cache(maxsize=4)
-def _draw_curves(messages: tuple[Timing, ...]) -> dict[Choice, list[tuple[int, float]]]:
+def _draw_curves(messages: tuple[Timing, ...]) -> dict[Choice, Curve]:
     """Seconds over bytes of each choice; a plan asks for thousands of sizes, so they are drawn once."""
-    curves: dict[Choice, list[tuple[int, float]]] = {}
+    curves: dict[Choice, Curve] = {}
     for timing in sorted(messages):
-        curves.setdefault(timing.choice, []).append((timing.num_bytes, timing.seconds))
+        curve = curves.setdefault(timing.choice, Curve([], []))
+        curve.sizes.append(timing.num_bytes)
+        curve.seconds.append(timing.seconds)
     return curves
 
 
-def _interpolate(curve: Sequence[tuple[int, float]], num_bytes: float) -> float:
+def _interpolate(curve: Curve, num_bytes: float) -> float:
     """Seconds between measured sizes, a straight line in each interval; proportional beyond the last."""
-    sizes = [size for size, _ in curve]
+    sizes, seconds = curve
     index = bisect_left(sizes, num_bytes)
     if index == 0:
-        return curve[0][1]
-    if index == len(curve):
-        return curve[-1][1] * num_bytes / sizes[-1]
-    (low, low_s), (high, high_s) = curve[index - 1], curve[index]
+        return seconds[0]
+    if index == len(sizes):
+        return seconds[-1] * num_bytes / sizes[-1]
+    low, high, low_s, high_s = sizes[index - 1], sizes[index], seconds[index - 1], seconds[index]
     return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
 
 
@@ -189,8 +202,11 @@ def propose_reductions(
     """The reductions worth trying, by name: what each fusion rule gives, under the backward pass and after it."""
     threshold, weight = comm.buffer_mb * 2**20, bytes_per_element
 
+    curves = _draw_curves(tuple(messages))
+
+    @cache  # two of the rules ask for the same sizes
     def predict(num_bytes: int) -> float:
-        return pick_choice(messages, num_bytes)[1]
+        return _pick(curves, num_bytes)[1]
 
     head, width = layout.head, min(layout.head_element_bytes, weight)
     ready_s = ready_s[: len(head.slots)]

@@ -1,11 +1,11 @@
 """One step as tasks with what each must wait for, over the resources of one device: Shi, Chu and Li's DAG. Torch-free.
 
-`search.py` fills in what a step costs, `simulate.py` schedules the tasks. Every rank does the same, so one device stands
-for all: messages take what they take on all links at once, and computing takes what it takes the slowest rank.
+`search.py` fills in what a step costs, `simulate.py` schedules the tasks. Every rank does the same, so one device
+stands for all: messages take what they take on all links at once, and computing takes what it takes the slowest rank.
 
-Ranks differ by chance. With a rank's computing time normal, of relative standard deviation σ and drawn anew at each step,
-all wait for the slowest of N, which is expected at 1 + σ · z(N), z the expected largest of N standard normal numbers
-(Blom's Φ⁻¹((N − 0.375) / (N + 0.25))). A rank that is always slow is no chance, and not in it.
+Ranks differ by chance. With a rank's computing time normal, of relative standard deviation σ and drawn anew at each
+step, all wait for the slowest of N, which is expected at 1 + σ · z(N), z the expected largest of N standard normal
+numbers (Blom's Φ⁻¹((N − 0.375) / (N + 0.25))). A rank that is always slow is no chance, and not in it.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tasks over resources -> when each runs, by list scheduling, until steps repeat themselves (after `graph.py`). Torch-free.
+"""Tasks over resources -> when each runs, by list scheduling, until steps repeat (after `graph.py`). Torch-free.
 
 A resource does one task at a time. When it is free it takes, of the tasks whose predecessors are done, the one that
 stands first; nothing is interrupted. Steps are simulated until two in a row take the same time.
@@ -7,7 +7,7 @@ stands first; nothing is interrupted. Steps are simulated until two in a row tak
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from lockstep.plan.graph import COMPUTE, INTRA, NIC, StepCosts, Task, plan_tasks
 
@@ -38,7 +38,7 @@ class StepParts:
 
     @property
     def step_s(self) -> float:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,15 @@ def simulate(costs: StepCosts) -> Simulation:
     num_steps = FEWEST_STEPS
     while True:
         scheduled = schedule(plan_tasks(costs, num_steps))
-        ends = _ends(scheduled, num_steps)
+        ends = list_ends(scheduled, num_steps)
         last, one_before = ends[-1] - ends[-2], ends[-2] - ends[-3]
         if abs(last - one_before) <= SAME * max(last, one_before) or num_steps >= MOST_STEPS:
             return Simulation(tuple(scheduled), _cut(scheduled, costs, num_steps - 1, ends[-2]), num_steps)
         num_steps *= 2
 
 
-def _ends(scheduled: Sequence[Scheduled], num_steps: int) -> list[float]:
+def list_ends(scheduled: Sequence[Scheduled], num_steps: int) -> list[float]:
+    """When each step is done."""
     ends = [0.0] * num_steps
     for span in scheduled:
         # A batch read ahead for a later step is no part of this one's end.
@@ -127,11 +128,12 @@ def _cut(scheduled: Sequence[Scheduled], costs: StepCosts, step: int, begun: flo
     times = {
         name: sum(span.task.seconds for span in passes if span.task.name == name) for name in ("forward", "backward")
     }
+    slowest_s = computed - passes[0].start_s - sum(times.values()) / factor
     return StepParts(
         input_s=passes[0].start_s - begun,
         forward_s=times["forward"] / factor,
         backward_s=times["backward"] / factor,
-        slowest_s=computed - passes[0].start_s - sum(times.values()) / factor,
+        slowest_s=max(0.0, slowest_s),  # the sum of many pieces may be off in the last digit
         communicate_s=summed - computed + done - update.end_s,
         launch_s=update.start_s - summed,
         update_s=update.end_s - update.start_s,

@@ -1,6 +1,7 @@
 """Schedules worked by hand and drawn, closed formulas, and the recursion of MG-WFBP as oracles of the simulator."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -202,7 +203,7 @@ def test_a_step_is_never_shorter_than_any_resource_is_busy_nor_longer_than_all_i
     assert min(vars(found.parts).values()) >= -1e-9
     for resource in (READER, COMPUTE, NIC, INTRA):
         spans = sorted((s.start_s, s.end_s) for s in found.scheduled if s.task.resource == resource)
-        assert all(early[1] <= late[0] for early, late in zip(spans, spans[1:], strict=False))
+        assert all(early[1] <= late[0] for early, late in pairwise(spans))
     for span in found.scheduled:
         assert all(found.scheduled[before].end_s <= span.start_s for before in span.task.after)
 
