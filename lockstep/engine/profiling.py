@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+from torch.nn import functional
 
 from lockstep import __version__
 from lockstep.comm.world import World
@@ -258,12 +259,13 @@ class _Bench:
         """The most that is held at once; on a CPU, where nobody counts, what the arrays add up to."""
         if self.on_gpu:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             step(images, 0.0, False)
             torch.cuda.synchronize()
-            # A recording's memory looks free between two replays and is not.
-            return int(max(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
+            allocated = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()
+            # A recording's memory looks free between two replays and is not: what cannot be given back is in use.
+            return int(max(allocated, torch.cuda.memory_reserved()))
         parts = self._parts
         arrays = [*list_changing(parts).arrays(), parts.half_weights, *parts.reducer.flat]
         return kept_bytes + sum(array.numel() * array.element_size() for array in arrays)
@@ -292,7 +294,11 @@ class _Bench:
         return [median(values) for values in zip(*rows, strict=True)], kept
 
     def _count_kept(self, images: Batch) -> tuple[int, list[int]]:
-        return count_kept(self._parts.model, self._layers, images.images.to(self._parts.dtype))
+        """As many channels as a recording's place has, so that no kernel is searched for twice."""
+        model, values = self._parts.model, images.images.to(self._parts.dtype)
+        extra = getattr(model, "input_channels", values.shape[1]) - values.shape[1]
+        padded = functional.pad(values, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
+        return count_kept(model, self._layers, padded)
 
 
 def measure_input(config: RunConfig, world: World, source: Source) -> DeviceInput:
