@@ -7,12 +7,12 @@
 import math
 from dataclasses import dataclass, replace
 
-from lockstep.comm.cost import GROUPED, Choice
+from lockstep.comm.cost import GROUPED, Choice, Timing
 from lockstep.comm.fusion import ReductionPlan
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.advice import Outlook, advise
-from lockstep.plan.choose import PLAIN, pick_trial, propose_reductions
+from lockstep.plan.choose import PLAIN, expect_seconds, pick_trial, propose_reductions
 from lockstep.plan.cluster import Cluster, Shape, place_devices
 from lockstep.plan.collectives import Phase, is_regular
 from lockstep.plan.device import BatchTime, DeviceProfile
@@ -40,6 +40,7 @@ class Case:
     global_batch: int
     sharded: bool = False
     choices: tuple[Choice, ...] = ()  # all-reduces to choose from; none: all that there are
+    messages: tuple[Timing, ...] = ()  # measured ones, in place of those that links promise
 
     @property
     def batch(self) -> int:
@@ -115,15 +116,19 @@ def time_pass(case: Case) -> BatchTime:
     batch = -(-case.batch // case.passes)
     row = case.profile.at(batch)
     area = (case.workload.image_size / case.profile.image_size) ** 2
-    if area == 1:
+    shared = case.shape.machine.ranks_per_device  # each has the device for so much of the time
+    if area == shared == 1:
         return row
+    factor = area * shared
     return replace(
         row,
-        forward_s=row.forward_s * area,
-        backward_s=row.backward_s * area,
-        step_s=row.update_s + (row.step_s - row.update_s) * area,
-        memory_bytes=round(row.memory_bytes * area),
-        slots=tuple(replace(slot, ready_s=slot.ready_s * area) for slot in row.slots),
+        forward_s=row.forward_s * factor,
+        backward_s=row.backward_s * factor,
+        update_s=row.update_s * shared,
+        step_s=row.update_s * shared + (row.step_s - row.update_s) * factor,
+        launch_s=row.launch_s * shared,
+        memory_bytes=round(row.memory_bytes * factor),
+        slots=tuple(replace(slot, ready_s=slot.ready_s * factor) for slot in row.slots),
     )
 
 
@@ -143,7 +148,7 @@ def plan_reductions(case: Case) -> dict[str, ReductionPlan]:
     """The reductions that a run would try there, by the trainer's own functions."""
     row = time_pass(case)
     layout = build_profile_layout(row)
-    messages = expect_timings(_list_choices(case), layout.gradient_bytes, case.shape)
+    messages = case.messages or expect_timings(_list_choices(case), layout.gradient_bytes, case.shape)
     ready_s = [slot.ready_s for slot in row.slots]
     return propose_reductions(case.workload.comm, layout, ready_s, messages, _wire_bytes(case))
 
@@ -182,7 +187,8 @@ def build_costs(case: Case, reduction: ReductionPlan) -> StepCosts:
         messages = tuple(price_sharded(size, 0.0, shape, has_ratios=False)[0] for size in sizes)
         gather = price_sharded(0.0, width * elements, shape, has_ratios=asked.has_ratios)[1]
     else:
-        messages = tuple(price(choice, size, shape) for choice, size in zip(reduction.choices, sizes, strict=True))
+        pairs = zip(reduction.choices, sizes, strict=True)
+        messages = tuple(price_message(case, choice, size) for choice, size in pairs)
     return StepCosts(
         forward_s=row.forward_s * scale + rest_s,
         backward_s=row.backward_s * scale,
@@ -197,6 +203,14 @@ def build_costs(case: Case, reduction: ReductionPlan) -> StepCosts:
         slowdown=expect_slowest(shape.num_devices, shape.machine.jitter),
         **_input_costs(case),
     )
+
+
+def price_message(case: Case, choice: Choice, num_bytes: int) -> tuple[Phase, ...]:
+    """The phases of one all-reduce: as measured where messages were, else by the links."""
+    if not case.messages:
+        return price(choice, num_bytes, case.shape)
+    level = "inter" if case.shape.num_nodes > 1 else "intra"
+    return (Phase(level, expect_seconds(case.messages, choice, num_bytes)),)
 
 
 def list_ready(row: BatchTime, reduction: ReductionPlan, scale: float = 1.0) -> tuple[float, ...]:

@@ -112,8 +112,8 @@ def _plan_recipe(
 ) -> None:
     from lockstep.plan.cluster import read_planned
     from lockstep.plan.optimizers import compare_rules
+    from lockstep.plan.predicted import write_predicted
     from lockstep.plan.prediction import Impossible, Prediction, to_json
-    from lockstep.plan.records import write_predicted
     from lockstep.plan.search import build_case, predict, search
     from lockstep.plan.sweep import find_smallest, plan_sizes
     from lockstep.plan.workload import describe_workload, find_profile
