@@ -13,6 +13,7 @@ from lockstep.comm.topology import Link, Topology
 from lockstep.errors import LockstepError
 
 MAX_DEVICES = 1_000_000
+SLOWEST, LONGEST_S = 1e3, 10.0  # bytes per second and latency of a link: what is worse is a slip of the keyboard
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ def _build(name: str, summary: str, found: ClusterFile, where: str) -> Cluster:
     for level, link in (("intra", found.intra), ("inter", found.inter)):
         if link is None:
             raise LockstepError(f"{where} lacks [{level}]; a plan needs its latency_us and gbit_per_s.")
+        if link.bytes_per_s < SLOWEST or link.latency_s > LONGEST_S:
+            raise LockstepError(f"{where} has a link in [{level}] that is slower than any; check its units.")
     assert found.intra is not None
     assert found.inter is not None
     return Cluster(name, summary, found.counts[0], found.num_nodes, found.intra, found.inter, found.machine)
