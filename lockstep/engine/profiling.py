@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
+from torch.nn import functional
 
 from lockstep import __version__
 from lockstep.comm.world import World
@@ -66,25 +67,9 @@ def profile_device(
     note: str = "",
     say: Say = lambda line: None,
 ) -> DeviceProfile:
-    """Measure every way to execute the step at every batch; batches that do not fit are left out and named."""
+    """Measure every way to execute the step at every batch, and the input."""
     on_gpu = world.device.type == "cuda"
-    batches = sorted(set(batches)) or list(GPU_BATCHES if on_gpu else CPU_BATCHES)
-    train = config.train.model_copy(update={"max_batch_per_rank": batches[-1], "global_batch": batches[-1]})
-    config = config.model_copy(update={"train": train})
-    set_number_formats(config.precision)
-    schedule = Schedule("constant", config.optim.lr, total_steps=1)
-    parts = assemble(config, world, build_network(config, len(source.classes)), schedule)
-    parts.reducer.landing = "by buffer" if on_gpu else "at once"  # as among others
-    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels())
-    ways = [*ways, *([] if PLAIN in ways else [PLAIN])]
-    bench = _Bench(config, parts, world)
-    rows: list[BatchTime] = []
-    with put_back(parts):
-        for way in ways:
-            for row in _measure_way(bench, way, batches, say):
-                rows.append(row)
-    if not rows:
-        raise LockstepError("No batch could be measured, for the reasons above; ask for smaller ones with --batch.")
+    rows = measure_batches(config, world, len(source.classes), batches, say=say)
     say("measuring the input")
     return DeviceProfile(
         device=torch.cuda.get_device_name(world.device) if on_gpu else describe_host(world.num_threads),
@@ -95,9 +80,31 @@ def profile_device(
         source="measured",
         note="; ".join(filter(None, [_describe_versions(on_gpu), note])),
         memory_bytes=count_memory(on_gpu=on_gpu),
-        batches=tuple(rows),
+        batches=rows,
         input=measure_input(config, world, source),
     )
+
+
+def measure_batches(
+    config: RunConfig, world: World, num_classes: int, batches: Sequence[int] = (), *, say: Say = lambda line: None
+) -> tuple[BatchTime, ...]:
+    """The step at every batch in every way to execute it; batches that do not fit are left out and named."""
+    on_gpu = world.device.type == "cuda"
+    batches = sorted(set(batches)) or list(GPU_BATCHES if on_gpu else CPU_BATCHES)
+    train = config.train.model_copy(update={"max_batch_per_rank": batches[-1], "global_batch": batches[-1]})
+    config = config.model_copy(update={"train": train})
+    set_number_formats(config.precision)
+    schedule = Schedule("constant", config.optim.lr, total_steps=1)
+    parts = assemble(config, world, build_network(config, num_classes), schedule)
+    parts.reducer.landing = "by buffer" if on_gpu else "at once"  # as among others
+    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels())
+    ways = [*ways, *([] if PLAIN in ways else [PLAIN])]
+    bench = _Bench(config, parts, world)
+    with put_back(parts):
+        rows = [row for way in ways for row in _measure_way(bench, way, batches, say)]
+    if not rows:
+        raise LockstepError("No batch could be measured, for the reasons above; ask for smaller ones with --batch.")
+    return tuple(rows)
 
 
 def describe_host(num_threads: int) -> str:
@@ -252,12 +259,13 @@ class _Bench:
         """The most that is held at once; on a CPU, where nobody counts, what the arrays add up to."""
         if self.on_gpu:
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             step(images, 0.0, False)
             torch.cuda.synchronize()
-            # A recording's memory looks free between two replays and is not.
-            return int(max(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
+            allocated = torch.cuda.max_memory_allocated()
+            torch.cuda.empty_cache()
+            # A recording's memory looks free between two replays and is not: what cannot be given back is in use.
+            return int(max(allocated, torch.cuda.memory_reserved()))
         parts = self._parts
         arrays = [*list_changing(parts).arrays(), parts.half_weights, *parts.reducer.flat]
         return kept_bytes + sum(array.numel() * array.element_size() for array in arrays)
@@ -286,7 +294,11 @@ class _Bench:
         return [median(values) for values in zip(*rows, strict=True)], kept
 
     def _count_kept(self, images: Batch) -> tuple[int, list[int]]:
-        return count_kept(self._parts.model, self._layers, images.images.to(self._parts.dtype))
+        """As many channels as a recording's place has, so that no kernel is searched for twice."""
+        model, values = self._parts.model, images.images.to(self._parts.dtype)
+        extra = getattr(model, "input_channels", values.shape[1]) - values.shape[1]
+        padded = functional.pad(values, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
+        return count_kept(model, self._layers, padded)
 
 
 def measure_input(config: RunConfig, world: World, source: Source) -> DeviceInput:
