@@ -41,7 +41,6 @@ class Machine:
     dollars_per_device_hour: float | None = None
     watts_per_device: float | None = None  # its share of the whole node
     jitter: float = 0.01  # relative standard deviation of a rank's computing time
-    ranks_per_device: float = 1.0  # that share what a device profile was measured on, and each other's time
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ MACHINE_KEYS = (
     "dollars_per_device_hour",
     "watts_per_device",
     "jitter",
-    "ranks_per_device",
 )
 
 
@@ -134,7 +132,6 @@ def read_machine(raw: Mapping[str, Any], where: str) -> Machine:
     dollars_per_device_hour = 4.9
     watts_per_device = 1275
     jitter = 0.01                    # relative standard deviation of a rank's computing time
-    ranks_per_device = 1  # more where ranks share a GPU, or cores
 
     [nvls]                           # sums inside the node's switch
     latency_us = 25
@@ -148,9 +145,6 @@ def read_machine(raw: Mapping[str, Any], where: str) -> Machine:
     jitter = _fact(raw, "jitter", where)
     if jitter is not None and jitter > 1:
         raise LockstepError(f"{where} has jitter = {jitter:g}; give a share from 0 to 1.")
-    shared = _fact(raw, "ranks_per_device", where)
-    if shared is not None and shared < 1:
-        raise LockstepError(f"{where} has ranks_per_device = {shared:g}; give 1 or more.")
     storage = _fact(raw, "storage_gbyte_per_s", where, above_zero=True)
     return Machine(
         device=_name(raw, where),
@@ -164,7 +158,6 @@ def read_machine(raw: Mapping[str, Any], where: str) -> Machine:
         dollars_per_device_hour=_fact(raw, "dollars_per_device_hour", where),
         watts_per_device=_fact(raw, "watts_per_device", where),
         jitter=0.01 if jitter is None else jitter,
-        ranks_per_device=1.0 if shared is None else shared,
     )
 
 

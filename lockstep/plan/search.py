@@ -116,19 +116,15 @@ def time_pass(case: Case) -> BatchTime:
     batch = -(-case.batch // case.passes)
     row = case.profile.at(batch)
     area = (case.workload.image_size / case.profile.image_size) ** 2
-    shared = case.shape.machine.ranks_per_device  # each has the device for so much of the time
-    if area == shared == 1:
+    if area == 1:
         return row
-    factor = area * shared
     return replace(
         row,
-        forward_s=row.forward_s * factor,
-        backward_s=row.backward_s * factor,
-        update_s=row.update_s * shared,
-        step_s=row.update_s * shared + (row.step_s - row.update_s) * factor,
-        launch_s=row.launch_s * shared,
-        memory_bytes=round(row.memory_bytes * factor),
-        slots=tuple(replace(slot, ready_s=slot.ready_s * factor) for slot in row.slots),
+        forward_s=row.forward_s * area,
+        backward_s=row.backward_s * area,
+        step_s=row.update_s + (row.step_s - row.update_s) * area,
+        memory_bytes=round(row.memory_bytes * area),
+        slots=tuple(replace(slot, ready_s=slot.ready_s * area) for slot in row.slots),
     )
 
 

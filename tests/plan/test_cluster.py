@@ -72,7 +72,6 @@ def test_a_planners_file_need_not_count_nodes_but_a_runs_must(tmp_path: Path) ->
         (f"ranks_per_node = 8\nwatts_per_device = -3\n{LINKS}", "watts_per_device = -3; give 0 or more"),
         (f"ranks_per_node = 8\nstorage_gbyte_per_s = 0\n{LINKS}", "storage_gbyte_per_s = 0; give more than 0"),
         (f"ranks_per_node = 8\njitter = 2\n{LINKS}", "share from 0 to 1"),
-        (f"ranks_per_node = 8\nranks_per_device = 0.5\n{LINKS}", "ranks_per_device = 0.5; give 1 or more"),
         (f"ranks_per_node = 8\nnccl = ['rings']\n{LINKS}", "list some of ring, tree"),
         (f"ranks_per_node = 8\nnccl = ['nvls']\n{LINKS}", r"no table \[nvls\]"),
         (f"ranks_per_node = 8\nbackend = 'mpi'\n{LINKS}", "give nccl or gloo"),

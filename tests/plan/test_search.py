@@ -234,14 +234,6 @@ def test_measured_messages_take_the_place_of_what_links_promise() -> None:
     assert found.simulation.parts.communicate_s == pytest.approx(expected)
 
 
-def test_ranks_that_share_a_device_take_as_many_times_as_long_to_compute() -> None:
-    alone = build_case(ask(), PROFILE, HOPPERS, 8)
-    shape = replace(alone.shape, machine=replace(alone.shape.machine, ranks_per_device=4.0))
-    one, four = search(alone).simulation.parts, search(replace(alone, shape=shape)).simulation.parts
-    assert four.forward_s == pytest.approx(4 * one.forward_s)
-    assert four.update_s == pytest.approx(4 * one.update_s)
-
-
 def test_a_run_s_topology_is_a_cluster_to_plan_for() -> None:
     topology = Topology(((0, 1), (2, 3)), ETHERNET.intra, ETHERNET.inter)
     cluster = from_topology(topology, ETHERNET.machine)
