@@ -130,4 +130,4 @@ def test_a_plan_for_2048_devices_answers_soon_and_without_torch(profile: str) ->
     begun = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - begun < 10  # takes less than 1 s on a free machine, and the suite's is not
+    assert time.perf_counter() - begun < 20  # takes less than 1 s on a free machine, and the suite's is not
