@@ -14,6 +14,7 @@ from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
 from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
 from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology, group_sizes, plan_groups
 from lockstep.config import CommConfig, TrainConfig
+from lockstep.errors import LockstepError
 from lockstep.layout import Layout
 from lockstep.plan.plan import Compile, Execution
 from lockstep.plan.profile import Trial
@@ -128,6 +129,14 @@ def pin_choice(comm: CommConfig, topology: Topology) -> Choice | None:
 def pick_choice(messages: Sequence[Timing], num_bytes: float) -> tuple[Choice, float]:
     """The choice that was quickest around this size, by interpolation between the sizes it was measured at."""
     return _pick(_draw_curves(tuple(messages)), num_bytes)
+
+
+def expect_seconds(messages: Sequence[Timing], choice: Choice, num_bytes: float) -> float:
+    """Seconds of one choice at any size, by interpolation between the sizes it was measured at."""
+    curves = _draw_curves(tuple(messages))
+    if choice not in curves:
+        raise LockstepError(f"{choice} was not measured; measure it, or choose one that was.")
+    return _interpolate(curves[choice], num_bytes)
 
 
 def _pick(curves: Mapping[Choice, Curve], num_bytes: float) -> tuple[Choice, float]:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from lockstep.comm.cluster_file import ClusterFile, Machine, parse_cluster, read_cluster_file
-from lockstep.comm.topology import Link
+from lockstep.comm.topology import Link, Topology
 from lockstep.errors import LockstepError
 
 MAX_DEVICES = 1_000_000
+SLOWEST, LONGEST_S = 1e3, 10.0  # bytes per second and latency of a link: what is worse is a slip of the keyboard
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,14 @@ def place_devices(cluster: Cluster, num_devices: int) -> Shape:
     return Shape(num_nodes, num_devices // num_nodes, cluster.intra, cluster.inter, cluster.machine)
 
 
+def from_topology(topology: Topology, machine: Machine, name: str = "here") -> Cluster:
+    """The ranks of a run as a cluster to plan for; nodes of several sizes are refused."""
+    counts = {len(node) for node in topology.nodes}
+    if len(counts) > 1:
+        raise LockstepError(f"The nodes of {topology.key()} have several sizes; a plan needs as many ranks on each.")
+    return Cluster(name, "", counts.pop(), topology.num_nodes, topology.intra, topology.inter, machine)
+
+
 def list_clusters() -> list[Cluster]:
     """The presets, by name."""
     return [read_planned(name) for name in _preset_names()]
@@ -88,6 +97,8 @@ def _build(name: str, summary: str, found: ClusterFile, where: str) -> Cluster:
     for level, link in (("intra", found.intra), ("inter", found.inter)):
         if link is None:
             raise LockstepError(f"{where} lacks [{level}]; a plan needs its latency_us and gbit_per_s.")
+        if link.bytes_per_s < SLOWEST or link.latency_s > LONGEST_S:
+            raise LockstepError(f"{where} has a link in [{level}] that is slower than any; check its units.")
     assert found.intra is not None
     assert found.inter is not None
     return Cluster(name, summary, found.counts[0], found.num_nodes, found.intra, found.inter, found.machine)

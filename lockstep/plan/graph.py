@@ -102,10 +102,11 @@ def _add_step(
 
     factor = 1 + costs.slowdown
     first = add("take", COMPUTE, 0.0, *before, *batch)
-    computed = add("forward", COMPUTE, factor * costs.forward_s, first)
-    for _ in range(costs.passes - 1):
-        computed = add("backward", COMPUTE, factor * costs.backward_s, computed)
-        computed = add("forward", COMPUTE, factor * costs.forward_s, computed)
+    computed = first
+    if early := costs.passes - 1:  # nothing waits for any of them: as one
+        computed = add("forward", COMPUTE, factor * early * costs.forward_s, computed)
+        computed = add("backward", COMPUTE, factor * early * costs.backward_s, computed)
+    computed = add("forward", COMPUTE, factor * costs.forward_s, computed)
     # The last backward pass, cut where a buffer is full.
     full: list[int] = []
     at = 0.0

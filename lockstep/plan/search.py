@@ -7,12 +7,12 @@
 import math
 from dataclasses import dataclass, replace
 
-from lockstep.comm.cost import GROUPED, Choice
+from lockstep.comm.cost import GROUPED, Choice, Timing
 from lockstep.comm.fusion import ReductionPlan
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.advice import Outlook, advise
-from lockstep.plan.choose import PLAIN, pick_trial, propose_reductions
+from lockstep.plan.choose import PLAIN, expect_seconds, pick_trial, propose_reductions
 from lockstep.plan.cluster import Cluster, Shape, place_devices
 from lockstep.plan.collectives import Phase, is_regular
 from lockstep.plan.device import BatchTime, DeviceProfile
@@ -40,6 +40,7 @@ class Case:
     global_batch: int
     sharded: bool = False
     choices: tuple[Choice, ...] = ()  # all-reduces to choose from; none: all that there are
+    messages: tuple[Timing, ...] = ()  # measured ones, in place of those that links promise
 
     @property
     def batch(self) -> int:
@@ -112,7 +113,10 @@ def measure_memory(case: Case) -> tuple[int, BatchTime]:
 
 def time_pass(case: Case) -> BatchTime:
     """One forward and backward pass, and an update, of the largest share's part."""
-    batch = -(-case.batch // case.passes)
+    return _time_batch(case, -(-case.batch // case.passes))
+
+
+def _time_batch(case: Case, batch: int) -> BatchTime:
     row = case.profile.at(batch)
     area = (case.workload.image_size / case.profile.image_size) ** 2
     if area == 1:
@@ -143,7 +147,7 @@ def plan_reductions(case: Case) -> dict[str, ReductionPlan]:
     """The reductions that a run would try there, by the trainer's own functions."""
     row = time_pass(case)
     layout = build_profile_layout(row)
-    messages = expect_timings(_list_choices(case), layout.gradient_bytes, case.shape)
+    messages = case.messages or expect_timings(_list_choices(case), layout.gradient_bytes, case.shape)
     ready_s = [slot.ready_s for slot in row.slots]
     return propose_reductions(case.workload.comm, layout, ready_s, messages, _wire_bytes(case))
 
@@ -182,7 +186,8 @@ def build_costs(case: Case, reduction: ReductionPlan) -> StepCosts:
         messages = tuple(price_sharded(size, 0.0, shape, has_ratios=False)[0] for size in sizes)
         gather = price_sharded(0.0, width * elements, shape, has_ratios=asked.has_ratios)[1]
     else:
-        messages = tuple(price(choice, size, shape) for choice, size in zip(reduction.choices, sizes, strict=True))
+        pairs = zip(reduction.choices, sizes, strict=True)
+        messages = tuple(price_message(case, choice, size) for choice, size in pairs)
     return StepCosts(
         forward_s=row.forward_s * scale + rest_s,
         backward_s=row.backward_s * scale,
@@ -197,6 +202,14 @@ def build_costs(case: Case, reduction: ReductionPlan) -> StepCosts:
         slowdown=expect_slowest(shape.num_devices, shape.machine.jitter),
         **_input_costs(case),
     )
+
+
+def price_message(case: Case, choice: Choice, num_bytes: int) -> tuple[Phase, ...]:
+    """The phases of one all-reduce: as measured where messages were, else by the links."""
+    if not case.messages:
+        return price(choice, num_bytes, case.shape)
+    level = "inter" if case.shape.num_nodes > 1 else "intra"
+    return (Phase(level, expect_seconds(case.messages, choice, num_bytes)),)
 
 
 def list_ready(row: BatchTime, reduction: ReductionPlan, scale: float = 1.0) -> tuple[float, ...]:
@@ -329,8 +342,8 @@ def _look_around(case: Case, found: Found) -> Outlook:
     wider = replace(shape, inter=replace(shape.inter, bytes_per_s=2 * shape.inter.bytes_per_s))
     wider_inside = replace(shape, intra=replace(shape.intra, bytes_per_s=2 * shape.intra.bytes_per_s))
     larger = replace(case, global_batch=2 * case.global_batch)
-    batches = {row.batch for row in case.profile.batches}
-    best_rate = max(batch / case.profile.at(batch).step_s for batch in batches)
+    batches = {-(-case.batch // case.passes), *(row.batch for row in case.profile.batches)}
+    best_rate = max(batch / _time_batch(case, batch).step_s for batch in batches)
     return Outlook(
         parts=found.simulation.parts,
         costs=found.costs,

@@ -67,6 +67,7 @@ def test_a_planners_file_need_not_count_nodes_but_a_runs_must(tmp_path: Path) ->
         (f"ranks_per_node = 8\n{LINKS}".replace("100", "-100"), r"gbit_per_s = -100; give more than 0"),
         (f"ranks_per_node = 8\n{LINKS}".replace("100", "0"), "give more than 0"),
         (f"ranks_per_node = 8\n{LINKS}".replace("100", "nan"), "give a number"),
+        (f"ranks_per_node = 8\n{LINKS}".replace("100", "1e-300"), "slower than any"),
         (f"ranks_per_node = [8, 4]\n{LINKS}", "several sizes"),
         (f"ranks_per_node = 8\nwatts_per_device = -3\n{LINKS}", "watts_per_device = -3; give 0 or more"),
         (f"ranks_per_node = 8\nstorage_gbyte_per_s = 0\n{LINKS}", "storage_gbyte_per_s = 0; give more than 0"),

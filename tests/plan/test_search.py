@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.comm.cost import FLAT, predict_seconds
+from lockstep.comm.cost import FLAT, Timing, predict_seconds
 from lockstep.comm.topology import Topology
 from lockstep.config import CommConfig
 from lockstep.errors import LockstepError
-from lockstep.plan.cluster import Cluster, read_planned
+from lockstep.plan.cluster import Cluster, from_topology, read_planned
 from lockstep.plan.device import DeviceProfile
 from lockstep.plan.networks import count_macs, lend_profile, list_layers, sketch_profile
 from lockstep.plan.optimizers import compare_rules
@@ -223,6 +223,23 @@ def test_messages_are_priced_for_every_choice_at_sizes_up_to_the_largest() -> No
     timings = expect_timings(choices, 51e6, case.shape)
     assert {timing.choice for timing in timings} == set(choices)
     assert max(timing.num_bytes for timing in timings) >= 51e6
+
+
+def test_measured_messages_take_the_place_of_what_links_promise() -> None:
+    messages = tuple(Timing(FLAT, size, 0.001 + size * 1e-9) for size in (1024, 1 << 20, 1 << 26))
+    case = replace(build_case(ask(comm=CommConfig(overlap="off")), PROFILE, ETHERNET, 32), messages=messages)
+    found = search(case)
+    sizes = [buffer.num_bytes for buffer in found.reduction.buffers]
+    expected = sum(0.001 + max(size, 1024) * 1e-9 for size in sizes)
+    assert found.simulation.parts.communicate_s == pytest.approx(expected)
+
+
+def test_a_run_s_topology_is_a_cluster_to_plan_for() -> None:
+    topology = Topology(((0, 1), (2, 3)), ETHERNET.intra, ETHERNET.inter)
+    cluster = from_topology(topology, ETHERNET.machine)
+    assert (cluster.devices_per_node, cluster.num_nodes, cluster.inter) == (2, 2, ETHERNET.inter)
+    with pytest.raises(LockstepError, match="several sizes"):
+        from_topology(Topology(((0, 1), (2,))), ETHERNET.machine)
 
 
 def test_networks_have_their_published_sizes() -> None:
