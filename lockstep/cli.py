@@ -14,12 +14,14 @@ from rich.console import Console
 
 from lockstep import __version__
 from lockstep.bench.commands import bench
+from lockstep.bench.profile_command import add_profile
 from lockstep.config import RunConfig
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
 from lockstep.recipes import read
 from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
+from lockstep.report.plan_commands import add_plan_command
 from lockstep.restarts import count_restarts, leave_outcome
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ app.add_typer(recipes, name="recipes")
 data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
 app.add_typer(data, name="data")
 app.add_typer(bench, name="bench")
+add_profile(app)
 add_page_commands(app)
+add_plan_command(app)
 app.add_typer(exports)
 
 

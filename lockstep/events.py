@@ -64,7 +64,7 @@ class RunStarted(Event):
 class PlanChosen(Event):
     """How steps will be taken, and what the alternatives cost."""
 
-    source: Literal["measured", "remembered", "default"]
+    source: Literal["measured", "remembered", "default", "predicted"]
     seconds: float  # that measuring took, then or now
     topology: str
     backend: str  # empty in a world of one, as is `reduction`

@@ -313,3 +313,29 @@ def instruments_command(
     from lockstep.bench.instrument_cost import run_parent
 
     run_parent(ranks, model=model, batch=batch, image_size=image_size, rounds=rounds, json_file=json_file)
+
+
+@bench.command("forecast")
+def forecast_command(
+    shapes: Annotated[str, typer.Option(help="Virtual clusters, NODESxRANKS with commas.")] = "1x2,2x2,2x4,4x4",
+    gbit_per_s: Annotated[float, typer.Option(min=0.001, help="Limit of each node's link.")] = 1.0,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a rank.")] = 8,
+    rounds: Annotated[int, typer.Option(min=2, help="Turns each setting takes; the median counts.")] = 5,
+    patience_s: Annotated[
+        float, typer.Option(min=0.0, help="How long turns are taken again in which other programs worked.")
+    ] = 45.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Step times that the planner predicts for virtual clusters beside those measured on them."""
+    from lockstep.bench.forecast_check import parse_shapes, run
+    from lockstep.bench.forecast_ranks import Case
+
+    run(
+        parse_shapes(shapes),
+        case=Case(batch=batch),
+        gbit_per_s=gbit_per_s,
+        rounds=rounds,
+        patience_s=patience_s,
+        json_file=json_file,
+        console=Console(),
+    )

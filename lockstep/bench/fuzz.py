@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
 # How many of a hundred files are of which kind.
 SHARES = {
-    "recipe": 16,
+    "recipe": 14,
     "cluster": 4,
-    "checkpoint": 13,
+    "checkpoint": 12,
     "plan": 9,
-    "profile": 7,
+    "profile": 6,
+    "device profile": 4,
     "event log": 9,
     "index": 11,
     "tar member": 7,
@@ -299,6 +300,7 @@ def build_table(rows: Sequence[Row]) -> Table:
 def build_kind(name: str) -> "Kind":
     """What forges and uses files of one kind."""
     from lockstep.bench.fuzz_data import ImageFile, Pack
+    from lockstep.bench.fuzz_device import DeviceFile
     from lockstep.bench.fuzz_kinds import Checkpoint, Cluster, Log, PlanFile, Recipe
 
     kinds: dict[str, Callable[[], Kind]] = {
@@ -307,6 +309,7 @@ def build_kind(name: str) -> "Kind":
         "checkpoint": Checkpoint,
         "plan": partial(PlanFile, "plan"),
         "profile": partial(PlanFile, "profile"),
+        "device profile": DeviceFile,
         "event log": Log,
         "index": partial(Pack, "index"),
         "tar member": partial(Pack, "tar member"),

@@ -25,9 +25,10 @@ from safetensors.torch import load, save
 from torch import nn
 
 from lockstep.bench.damage import damage_bytes, damage_text, damage_tree
+from lockstep.comm.cluster_file import read_cluster
 from lockstep.comm.cost import FLAT, Choice, Timing
 from lockstep.comm.fusion import ReductionPlan
-from lockstep.comm.topology import group_sizes, plan_groups, read_cluster
+from lockstep.comm.topology import group_sizes, plan_groups
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.order import Cursor, plan_step
@@ -185,6 +186,9 @@ class Cluster:
         "nodes = 4\nranks_per_node = 8\n[intra]\nlatency_us = 3\ngbit_per_s = 400\n[inter]\nlatency_us = 20\n"
         "gbit_per_s = 100\n",
         "ranks_per_node = [8, 8, 8, 4]\n",
+        'nodes = 2\nranks_per_node = 8\ndevice = "H100"\nbackend = "nccl"\nwiring = "nvlink"\nnccl = ["ring", "nvls"]\n'
+        "nics_per_node = 8\ncores_per_node = 112\nstorage_gbyte_per_s = 40\ndollars_per_device_hour = 4.9\n"
+        "watts_per_device = 1275\njitter = 0.01\n[nvls]\nlatency_us = 25\ngbit_per_s = 3816\n",
     )
 
     def forge(self, chance: random.Random) -> Files:

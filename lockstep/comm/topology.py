@@ -1,21 +1,16 @@
 """Where the ranks stand: nodes, ranks per node, and the links inside a node and between nodes. Torch-free.
 
-Found from one host name per rank, or read from a cluster file; `cost.py` turns it into seconds, and `plan_groups` into
-the groups that the hierarchical and torus all-reduce work with.
+Found from one host name per rank, or read from a cluster file (`cluster_file.py`); `cost.py` turns it into seconds, and
+`plan_groups` into the groups that the hierarchical and torus all-reduce work with.
 """
 
-import difflib
 import math
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
-from typing import Any, TypeGuard
 
 from lockstep.errors import LockstepError
-from lockstep.files import read_small
 
 
 @dataclass(frozen=True)
@@ -33,10 +28,6 @@ class Link:
 # Rough guesses, until the tuner has measured: ranks of one node through its memory, nodes over 10 Gbit/s Ethernet.
 GUESSED_INTRA = Link(latency_s=5e-6, bytes_per_s=5e9)
 GUESSED_INTER = Link(latency_s=30e-6, bytes_per_s=1.25e9)
-
-MOST = 100_000  # nodes, or ranks on a node, in a cluster file
-MAX_BYTES = 1 << 20  # of a cluster file; what is larger is none
-LONGEST_SHOWN = 100  # characters of a value in a sentence
 
 
 @dataclass(frozen=True)
@@ -137,118 +128,3 @@ def group_sizes(topology: Topology) -> list[int]:
     for target in (largest - 0.5, largest + 0.5, math.sqrt(num_ranks), math.sqrt(num_ranks / 2)):
         chosen.update([k for k in candidates if k <= target][-1:], [k for k in candidates if k >= target][:1])
     return sorted(chosen)
-
-
-def read_cluster(path: str | Path) -> Topology:
-    """The topology described by a cluster file.
-
-    A cluster file is TOML. `ranks_per_node` is a number, with `nodes` beside it, or a list with one number per node.
-    Ranks are counted node by node. A link that is left out is guessed.
-
-        nodes = 4
-        ranks_per_node = 8       # or, for uneven nodes and without `nodes`, [8, 8, 8, 4]
-
-        [intra]                  # each rank's link to the others on its node
-        latency_us = 3
-        gbit_per_s = 400
-
-        [inter]                  # each node's link to the other nodes, shared by its ranks
-        latency_us = 20
-        gbit_per_s = 100
-    """
-    where = f"The cluster file {path}"
-    raw = _load(path)
-    _check_keys(raw, ("nodes", "ranks_per_node", "intra", "inter"), where)
-    first, nodes = 0, []
-    for count in _counts(raw, where):
-        nodes.append(tuple(range(first, first + count)))
-        first += count
-    intra = _link(raw, "intra", where) if "intra" in raw else GUESSED_INTRA
-    inter = _link(raw, "inter", where) if "inter" in raw else GUESSED_INTER
-    return Topology(tuple(nodes), intra, inter)
-
-
-def _load(path: str | Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_small(Path(path), MAX_BYTES).decode("utf-8"))
-    except FileNotFoundError:
-        raise LockstepError(f"There is no cluster file {path}; give the path of a TOML file.") from None
-    except OSError as error:
-        raise LockstepError(f"Cannot read the cluster file {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise LockstepError(f"The cluster file {path} is not text in UTF-8; give a TOML file.") from None
-    except RecursionError:
-        raise LockstepError(f"The cluster file {path} is nested too deeply; give plain tables.") from None
-    except ValueError as error:  # no TOML, or an integer of thousands of digits
-        raise LockstepError(f"The cluster file {path} is not valid TOML: {str(error).rstrip('.')}.") from None
-
-
-def _check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
-    known = list(known)
-    for key in table:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it may have {', '.join(known)}."
-            raise LockstepError(f"{where} has an unknown key {repr(key[:LONGEST_SHOWN])[1:-1]}; {hint}")
-
-
-def _counts(raw: Mapping[str, Any], where: str) -> list[int]:
-    """Ranks on each node."""
-    given, num_nodes = raw.get("ranks_per_node"), raw.get("nodes")
-    if given is None:
-        raise LockstepError(f"{where} lacks ranks_per_node; give a number, or a list with one number per node.")
-    if num_nodes is not None and not _is_count(num_nodes):
-        raise LockstepError(f"{where} has nodes = {_show(num_nodes)}; give the number of nodes, 1 or more.")
-    if _is_count(given):
-        if num_nodes is None:
-            raise LockstepError(f"{where} lacks nodes; give the number of nodes, or a list as ranks_per_node.")
-        return [given] * num_nodes
-    if not (isinstance(given, list) and given and all(_is_count(count) for count in given)):
-        raise LockstepError(
-            f"{where} has ranks_per_node = {_show(given)}; give a number from 1, or a list of such numbers."
-        )
-    if num_nodes is not None and num_nodes != len(given):
-        raise LockstepError(
-            f"{where} has nodes = {num_nodes}, but ranks_per_node lists {len(given)}; correct one or drop nodes."
-        )
-    return given
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    # Beyond any cluster a slip of the keyboard would otherwise fill the memory.
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
-
-
-def _link(raw: Mapping[str, Any], level: str, where: str) -> Link:
-    table = raw[level]
-    if not isinstance(table, dict):
-        raise LockstepError(
-            f"{where} has {level} = {_show(table)}; make it a table [{level}] with latency_us and gbit_per_s."
-        )
-    _check_keys(table, ("latency_us", "gbit_per_s"), f"{where}, in [{level}],")
-    latency_us = _number(table, "latency_us", f"{where}, in [{level}],")
-    gbit_per_s = _number(table, "gbit_per_s", f"{where}, in [{level}],")
-    if latency_us < 0:
-        raise LockstepError(f"{where}, in [{level}], has latency_us = {latency_us:g}; give 0 or more microseconds.")
-    if gbit_per_s <= 0:
-        raise LockstepError(f"{where}, in [{level}], has gbit_per_s = {gbit_per_s:g}; give more than 0.")
-    return Link(latency_us * 1e-6, gbit_per_s * 1e9 / 8)
-
-
-def _number(table: Mapping[str, Any], key: str, where: str) -> float:
-    if key not in table:
-        raise LockstepError(f"{where} lacks {key}; a link needs latency_us and gbit_per_s.")
-    value = table[key]
-    # Compared, not converted: TOML has infinity, not-a-number and integers too large for a float.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -MOST * 1e3 <= value <= MOST * 1e3:
-        raise LockstepError(f"{where} has {key} = {_show(value)}; give a number.")
-    return float(value)
-
-
-def _show(value: object) -> str:
-    """A value in a sentence; of one without end, its beginning."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # integers of thousands of digits, lists without end
-        return "what was given"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.comm.cluster_file import read_cluster
 from lockstep.comm.hybrid import Hybrid
 from lockstep.comm.reducer import Reducer, allocate_gradients
-from lockstep.comm.topology import Topology, find_topology, read_cluster
+from lockstep.comm.topology import Topology, find_topology
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
 from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
@@ -138,7 +140,8 @@ def assemble(
     topology = build_topology(config, world)
     if world.size > 1:
         hybrid = Hybrid(topology, world.rank, world.device, build_wire(config), timeout_s=config.comm.timeout_s)
-    plan = default_reduction(config.comm, layout, topology, build_wire(config).bytes_per_element)
+    backend = str(dist.get_backend()) if world.size > 1 else ""
+    plan = default_reduction(config.comm, layout, topology, build_wire(config).bytes_per_element, backend)
     if hybrid:
         hybrid.prepare(plan.choices)
     reducer = Reducer(

@@ -191,7 +191,8 @@ class Rig:
         """The reductions to try with an execution; the usual one where there is nobody to send to, or no time."""
         config, parts = self._config, self._parts
         if not self._tunes or step_time is None:
-            usual = default_reduction(config.comm, parts.layout, parts.topology, self._wire_bytes)
+            backend = str(dist.get_backend()) if self._world.size > 1 else ""
+            usual = default_reduction(config.comm, parts.layout, parts.topology, self._wire_bytes, backend)
             return {PLAIN: usual}
         ready_s = [slot.ready_s for slot in step_time.slots]
         found = propose_reductions(config.comm, parts.layout, ready_s, self.messages, self._wire_bytes)

@@ -6,13 +6,15 @@ same functions about clusters that nobody has.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
 from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
 from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology, group_sizes, plan_groups
 from lockstep.config import CommConfig, TrainConfig
+from lockstep.errors import LockstepError
 from lockstep.layout import Layout
 from lockstep.plan.plan import Compile, Execution
 from lockstep.plan.profile import Trial
@@ -27,6 +29,13 @@ HOPELESS = 4.0
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
 PLAIN = "PyTorch's own"  # all-reduce for buffers cut by the threshold rule
+
+
+class Curve(NamedTuple):
+    """Measured sizes of one choice, rising, and the seconds of each."""
+
+    sizes: list[int]
+    seconds: list[float]
 
 
 def list_executions(train: TrainConfig, *, on_gpu: bool, has_own_kernels: bool) -> list[Execution]:
@@ -75,14 +84,30 @@ def count_peers(choice: Choice, topology: Topology) -> int:
     return max(map(len, groups)) - 1 + (len(groups) - 1).bit_length() + 1
 
 
+def has_links(topology: Topology) -> bool:
+    """Whether a cluster file gave links; what is guessed says nothing."""
+    return (topology.intra, topology.inter) != (GUESSED_INTRA, GUESSED_INTER)
+
+
 def _drop_hopeless(choices: Sequence[Choice], topology: Topology) -> list[Choice]:
-    """What the links of a cluster file leave a chance; without one nothing is known yet."""
-    if (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER):
+    """What the links of a cluster file leave a chance, the most promising first: time for measuring may run out.
+
+    Without such links nothing is known yet.
+    """
+    if not has_links(topology):
         return list(choices)
     sizes = (MIN_BYTES, 2**20, 2**26)
     seconds = {c: [predict_seconds(c, size, topology) for size in sizes] for c in choices}
     best = [min(column) for column in zip(*seconds.values(), strict=True)]
-    return [c for c in choices if any(s <= HOPELESS * b for s, b in zip(seconds[c], best, strict=True))]
+    behind = {c: [s / b for s, b in zip(seconds[c], best, strict=True)] for c in choices}
+    return sorted((c for c in choices if min(behind[c]) <= HOPELESS), key=lambda c: math.prod(behind[c]))
+
+
+def expect_messages(choices: Sequence[Choice], max_bytes: int, topology: Topology) -> list[Timing]:
+    """What messages should cost by the links of a cluster file, before any was sent; nothing without links."""
+    if not has_links(topology):
+        return []
+    return [Timing(c, size, predict_seconds(c, size, topology)) for c in choices for size in list_sizes(max_bytes)]
 
 
 def list_sizes(max_bytes: int) -> list[int]:
@@ -103,11 +128,22 @@ def pin_choice(comm: CommConfig, topology: Topology) -> Choice | None:
 
 def pick_choice(messages: Sequence[Timing], num_bytes: float) -> tuple[Choice, float]:
     """The choice that was quickest around this size, by interpolation between the sizes it was measured at."""
+    return _pick(_draw_curves(tuple(messages)), num_bytes)
+
+
+def expect_seconds(messages: Sequence[Timing], choice: Choice, num_bytes: float) -> float:
+    """Seconds of one choice at any size, by interpolation between the sizes it was measured at."""
     curves = _draw_curves(tuple(messages))
-    largest = max(curve[-1][0] for curve in curves.values())
+    if choice not in curves:
+        raise LockstepError(f"{choice} was not measured; measure it, or choose one that was.")
+    return _interpolate(curves[choice], num_bytes)
+
+
+def _pick(curves: Mapping[Choice, Curve], num_bytes: float) -> tuple[Choice, float]:
+    largest = max(curve.sizes[-1] for curve in curves.values())
     # A choice that was given up before this size has no say there.
     reach = min(num_bytes, largest)
-    times = {choice: _interpolate(curve, num_bytes) for choice, curve in curves.items() if curve[-1][0] >= reach}
+    times = {choice: _interpolate(curve, num_bytes) for choice, curve in curves.items() if curve.sizes[-1] >= reach}
     choice = min(times, key=times.__getitem__)
     if FLAT in times and times[choice] > (1 - MARGIN) * times[FLAT]:
         choice = FLAT
@@ -115,23 +151,25 @@ def pick_choice(messages: Sequence[Timing], num_bytes: float) -> tuple[Choice, f
 
 
 @lru_cache(maxsize=4)
-def _draw_curves(messages: tuple[Timing, ...]) -> dict[Choice, list[tuple[int, float]]]:
+def _draw_curves(messages: tuple[Timing, ...]) -> dict[Choice, Curve]:
     """Seconds over bytes of each choice; a plan asks for thousands of sizes, so they are drawn once."""
-    curves: dict[Choice, list[tuple[int, float]]] = {}
+    curves: dict[Choice, Curve] = {}
     for timing in sorted(messages):
-        curves.setdefault(timing.choice, []).append((timing.num_bytes, timing.seconds))
+        curve = curves.setdefault(timing.choice, Curve([], []))
+        curve.sizes.append(timing.num_bytes)
+        curve.seconds.append(timing.seconds)
     return curves
 
 
-def _interpolate(curve: Sequence[tuple[int, float]], num_bytes: float) -> float:
+def _interpolate(curve: Curve, num_bytes: float) -> float:
     """Seconds between measured sizes, a straight line in each interval; proportional beyond the last."""
-    sizes = [size for size, _ in curve]
+    sizes, seconds = curve
     index = bisect_left(sizes, num_bytes)
     if index == 0:
-        return curve[0][1]
-    if index == len(curve):
-        return curve[-1][1] * num_bytes / sizes[-1]
-    (low, low_s), (high, high_s) = curve[index - 1], curve[index]
+        return seconds[0]
+    if index == len(sizes):
+        return seconds[-1] * num_bytes / sizes[-1]
+    low, high, low_s, high_s = sizes[index - 1], sizes[index], seconds[index - 1], seconds[index]
     return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
 
 
@@ -144,12 +182,23 @@ def assign_choices(
     return ReductionPlan(tuple(buffers), choices, overlap)
 
 
-def default_reduction(comm: CommConfig, layout: Layout, topology: Topology, bytes_per_element: int) -> ReductionPlan:
-    """What runs until something is measured: the threshold rule and PyTorch's own all-reduce, or what is pinned."""
+def default_reduction(
+    comm: CommConfig, layout: Layout, topology: Topology, bytes_per_element: int, backend: str = ""
+) -> ReductionPlan:
+    """What runs until something is measured: the threshold rule and, for each buffer, what is pinned.
+
+    Where nothing is pinned, what the links of a cluster file make quickest, or PyTorch's own without such links; NCCL
+    chooses by its own knowledge of them.
+    """
     width = min(layout.head_element_bytes, bytes_per_element)
     buffers = add_tail(layout, plan_buffers(layout.head, comm.buffer_mb * 2**20, width))
-    choice = pin_choice(comm, topology) or FLAT
-    return ReductionPlan(buffers, (choice,) * len(buffers), overlap=comm.overlap != "off")
+    overlap = comm.overlap != "off"
+    pinned = pin_choice(comm, topology)
+    if pinned is None and topology.num_ranks > 1 and has_links(topology) and backend != "nccl":
+        largest = max(buffer.num_bytes for buffer in buffers)
+        expected = expect_messages(list_choices(topology, backend), largest, topology)
+        return assign_choices(buffers, expected, overlap=overlap, bytes_per_element=bytes_per_element)
+    return ReductionPlan(buffers, (pinned or FLAT,) * len(buffers), overlap)
 
 
 def propose_reductions(
@@ -162,8 +211,11 @@ def propose_reductions(
     """The reductions worth trying, by name: what each fusion rule gives, under the backward pass and after it."""
     threshold, weight = comm.buffer_mb * 2**20, bytes_per_element
 
+    curves = _draw_curves(tuple(messages))
+
+    @cache  # two of the rules ask for the same sizes
     def predict(num_bytes: int) -> float:
-        return pick_choice(messages, num_bytes)[1]
+        return _pick(curves, num_bytes)[1]
 
     head, width = layout.head, min(layout.head_element_bytes, weight)
     ready_s = ready_s[: len(head.slots)]

@@ -14,12 +14,12 @@ from typing import Any
 from lockstep.comm.cost import Choice, Fit, Timing, fit_cost
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout
+from lockstep.plan.checked import MOST, check_types, read_execution, read_time
 from lockstep.plan.plan import Execution
 
 FORMAT = 1
 SHORTEST_S, LONGEST_S = 1e-9, 1e6  # of a message that was measured
 LONGEST_NAME = 64  # of an all-reduce
-MOST = 1 << 62  # of any number in a profile: what is larger, nobody measured, and a float may not hold it
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def from_json(text: str) -> Profile:
             raise LockstepError(f"The profile has format {table['format']!r}, not {FORMAT}.")
         return Profile(
             setup=read_setup(table["setup"]),
-            seconds=_number(table["seconds"]),
+            seconds=read_time(table["seconds"]),
             steps=tuple(_read_step(step) for step in table["steps"]),
             messages=tuple(_read_timing(row) for row in table["messages"]),
             trials=tuple(_read_trial(row) for row in table["trials"]),
-            input=InputRate(**_check_types(InputRate, table["input"])) if table["input"] else None,
+            input=InputRate(**check_types(InputRate, table["input"])) if table["input"] else None,
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LockstepError(f"The profile is damaged ({type(error).__name__}: {str(error)[:80]}).") from None
@@ -154,53 +154,32 @@ def from_json(text: str) -> Profile:
 
 def read_setup(table: dict[str, Any]) -> Setup:
     """A setup from plain values; ValueError or KeyError for what is none."""
-    return Setup(**_check_types(Setup, table))
+    return Setup(**check_types(Setup, table))
 
 
 def _read_step(table: dict[str, Any]) -> StepTime:
-    slots = tuple(SlotTime(**_check_types(SlotTime, slot)) for slot in table["slots"])
+    slots = tuple(SlotTime(**check_types(SlotTime, slot)) for slot in table["slots"])
     for slot in slots:
-        _number(slot.ready_s)
-        _number(slot.backward_s)
-    execution = Execution(**_check_types(Execution, table["execution"]))
-    return StepTime(execution, _number(table["step_s"]), _number(table["backward_s"]), slots)
+        read_time(slot.ready_s)
+        read_time(slot.backward_s)
+    execution = read_execution(table["execution"])
+    return StepTime(execution, read_time(table["step_s"]), read_time(table["backward_s"]), slots)
 
 
 def _read_timing(table: dict[str, Any]) -> Timing:
     num_bytes = table["bytes"]
     if type(num_bytes) is not int or not 0 < num_bytes <= MOST:
         raise ValueError(f"{num_bytes!r} bytes")
-    seconds = _number(table["seconds"])
+    seconds = read_time(table["seconds"])
     if not SHORTEST_S <= seconds <= LONGEST_S:  # no clock tells less, and costs are fitted to its inverse
         raise ValueError(f"a message that took {seconds} s")
     return Timing(Choice.parse(str(table["all_reduce"])[:LONGEST_NAME]), num_bytes, seconds)
 
 
 def _read_trial(table: dict[str, Any]) -> Trial:
-    seconds = math.inf if table["seconds"] is None else _number(table["seconds"])
-    execution = Execution(**_check_types(Execution, table["execution"]))
+    seconds = math.inf if table["seconds"] is None else read_time(table["seconds"])
+    execution = read_execution(table["execution"])
     texts = {name: table[name] for name in ("rule", "reduction", "failure")}
     if any(not isinstance(text, str) or "[/" in text for text in texts.values()):
         raise ValueError("a trial is not told in plain text")
     return Trial(execution, seconds=seconds, **texts)
-
-
-def _number(value: object) -> float:
-    """A time: finite and not negative."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
-        raise ValueError(f"{value!r} is no time")
-    return float(value)
-
-
-def _check_types(kind: type, table: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass, each of the type it is declared with, as far as JSON has it."""
-    plain = {"str": str, "int": int, "bool": bool, "float": (int, float)}
-    for name, annotation in kind.__annotations__.items():
-        wanted: Any = plain.get(getattr(annotation, "__name__", str(annotation)), str)
-        if not isinstance(table[name], wanted) or (wanted is int and isinstance(table[name], bool)):
-            raise ValueError(f"{name} is {table[name]!r}")
-        if isinstance(table[name], int | float) and not abs(table[name]) <= MOST:  # which a NaN is not
-            raise ValueError(f"{name} is out of all measure")
-        if isinstance(table[name], str) and "[/" in table[name]:  # where a style ends, in the words of who prints it
-            raise ValueError(f"{name} is no plain text")
-    return {name: table[name] for name in kind.__annotations__}

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.cluster_file import read_cluster
 from lockstep.comm.topology import (
     GUESSED_INTER,
     GUESSED_INTRA,
@@ -13,7 +14,6 @@ from lockstep.comm.topology import (
     find_topology,
     group_sizes,
     plan_groups,
-    read_cluster,
 )
 from lockstep.errors import LockstepError
 

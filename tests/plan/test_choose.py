@@ -15,6 +15,7 @@ from lockstep.plan.choose import (
     PLAIN,
     assign_choices,
     count_peers,
+    default_reduction,
     explain_choice,
     is_worth_compiling,
     list_choices,
@@ -200,3 +201,31 @@ def test_the_rows_of_an_event_mark_the_pick_and_have_no_infinity() -> None:
         (PLAIN, 2.0, False),
         ("merged", None, False),
     ]
+
+
+def test_the_links_of_a_cluster_file_choose_where_nothing_is_measured() -> None:
+    layout = plan_layout([ParameterSpec(f"layer{index}", (1 << 18,), True, True) for index in range(4)])
+    hosts = [f"node{rank // 4}" for rank in range(16)]
+    guessed = find_topology(hosts)
+    comm = CommConfig(buffer_mb=1.0)
+    assert set(default_reduction(comm, layout, guessed, 4, "gloo").choices) == {FLAT}
+    given = Topology(guessed.nodes, Link(1e-6, 50e9), Link(1e-3, 1e8))
+    plan = default_reduction(comm, layout, given, 4, "gloo")
+    for buffer, choice in zip(plan.buffers, plan.choices, strict=True):
+        best = min(predict_seconds(c, buffer.num_bytes, given) for c in list_choices(given, "gloo"))
+        assert choice != FLAT
+        assert predict_seconds(choice, buffer.num_bytes, given) <= 1.05 * best
+    # NCCL chooses by its own knowledge of the links, and a recipe's pin is a pin.
+    assert set(default_reduction(comm, layout, given, 4, "nccl").choices) == {FLAT}
+    pinned = default_reduction(CommConfig(algorithm="doubling"), layout, given, 4, "gloo")
+    assert set(pinned.choices) == {DOUBLING}
+
+
+def test_with_links_the_most_promising_choices_are_measured_first() -> None:
+    given = Topology(find_topology([f"node{rank // 4}" for rank in range(16)]).nodes, Link(1e-6, 5e9), Link(1e-4, 1e8))
+    choices = list_choices(given, "gloo")
+    assert choices[0] == FLAT
+    products = [
+        math.prod(predict_seconds(choice, size, given) for size in (1024, 2**20, 2**26)) for choice in choices[1:]
+    ]
+    assert products == sorted(products)
