@@ -101,7 +101,7 @@ def run(
                 ((nodes, ranks), *measure_cluster(cluster, case, list_settings(nodes, ranks), rounds, patience_s))
             )
         profiles.append(profile_alone(case))  # again and again, as a machine that others use changes
-    alone = sorted(profiles, key=lambda row: row.step_s)[len(profiles) // 2]
+    alone = sorted(profiles, key=lambda row: row.step_s)[(len(profiles) - 1) // 2]
     spread = [profile.step_s for profile in profiles]
     console.print(
         f"one rank, one thread: {1e3 * alone.step_s:.1f} ms a step "
