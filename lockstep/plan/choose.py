@@ -198,7 +198,8 @@ def _interpolate_all(curve: Curve, num_bytes: Array) -> Array:
     width = np.where(high > low, high - low, 1.0)  # outside of all sizes there is none, and none is asked for
     between = low_s + (high_s - low_s) * (num_bytes - low) / width
     beyond = seconds[-1] * num_bytes / sizes[-1]
-    return np.where(index == 0, seconds[0], np.where(index == len(sizes), beyond, between))
+    found: Array = np.where(index == 0, seconds[0], np.where(index == len(sizes), beyond, between))
+    return found
 
 
 def assign_choices(

@@ -2,9 +2,9 @@
 
 NCCL weighs every algorithm with every protocol as latency + bytes / bandwidth and takes the least (its tuning.cc). The
 constants below are its own, in microseconds. Left out: the correction for trees of middling size, by which NCCL lowers
-a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them; of its
-latency between nodes, what goes beyond the longest hop of NCCL's tables is added to each hop, as NCCL adds what a network
-reports of itself.
+a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them. Its
+latency between nodes counts where it goes beyond the longest hop of NCCL's tables: the rest is added to each hop, as
+NCCL adds what a network reports of itself.
 """
 
 from typing import NamedTuple
