@@ -63,6 +63,8 @@ def plan(
     if validate:
         if target is not None:
             raise LockstepError("--validate predicts published runs; leave the recipe out.")
+        if html_file is not None:
+            raise LockstepError("--validate has no page; leave --html out, or give a recipe.")
         _validate(console, json_file)
         return
     if target is None:

@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.errors import LockstepError
 from lockstep.plan.cluster import read_planned
 from lockstep.plan.device import to_json
 from lockstep.plan.grid import build_grid
@@ -102,6 +103,12 @@ def test_numbers_are_those_of_json(folder: Path, plan: dict[str, Any], name: str
 def test_the_other_network_is_another(folder: Path) -> None:
     first, other = (json.loads((folder / name).read_text())["predictions"] for name in ("plan.json", "other.json"))
     assert [one["step_s"] for one in first] != [one["step_s"] for one in other]
+
+
+def test_published_runs_have_no_page(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "--validate", f"--html={folder / 'no.html'}"])
+    assert isinstance(result.exception, LockstepError)
+    assert "--validate has no page" in str(result.exception)
 
 
 def test_the_file_is_small(folder: Path) -> None:
