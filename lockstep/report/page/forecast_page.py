@@ -1,6 +1,6 @@
 """The page of a plan: sliders for devices, batch and network, and what `lockstep plan` says at each of their stops.
 
-Every stop was simulated here, by `plan/grid.py`: the page looks numbers up and computes none, so that there is one
+Every stop was simulated here, by `plan/grid.py`: the page looks predictions up and makes none, so that there is one
 model and not a second one in JavaScript. `forecast.js` moves the sliders and draws.
 """
 
@@ -216,8 +216,8 @@ def _tell_asked(rows: Sequence[Prediction | Impossible]) -> Section:
 def _tell_ground(asked: Sequence[Prediction], grid: Grid) -> Section:
     """What to know before believing it."""
     told = [
-        f"Every stop of the sliders was simulated, {grid.num_settings:,} settings in all: no number is interpolated, "
-        "and none is computed in the page.",
+        f"Every stop of the sliders was simulated, {grid.num_settings:,} settings in all: no prediction is "
+        "interpolated or made in the page, which adds only ratios and the dotted line of perfect scaling.",
         f"The times suppose {asked[0].epochs:g} epochs at every batch; whether a larger one trains as well, no planner "
         "knows.",
         "Not in it: start-up, evaluation and checkpoints; congestion, uneven links, ranks that are always slow.",
