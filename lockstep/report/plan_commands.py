@@ -1,6 +1,7 @@
 """The command `lockstep plan`: how long a recipe would take on a cluster, before anyone rents it. Torch-free."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -152,6 +153,8 @@ def _plan_recipe(
             )
         console.print(f"{best.devices:,} devices are the fewest of {cluster.name} in {target_minutes:g} minutes:")
         sizes = [best.devices]
+    if html_file is not None and not os.access(html_file.expanduser().absolute().parent, os.W_OK):
+        raise LockstepError(f"{html_file} cannot be written; choose another --html.")  # before seconds of simulating
     if out is not None:
         if len(sizes) != 1:
             raise LockstepError("--out leaves one run's folder; give one size with --devices.")
