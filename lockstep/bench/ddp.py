@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 MIB = 1 << 20
@@ -20,15 +21,17 @@ MAX_GRAPHS = 1024  # that the compiler may make of one network's code, over all 
 
 
 class Setting(NamedTuple):
-    """How DDP cuts gradients into buckets, and whether gradients are views of them."""
+    """How DDP cuts gradients into buckets, whether gradients are views of them, and whether they travel as FP16."""
 
     cap_mb: int = DEFAULT_CAP_MB
     first_mb: int = DEFAULT_FIRST_MB
     is_view: bool = False
+    is_half: bool = False
 
     def __str__(self) -> str:
         first = "" if self.first_mb == self.cap_mb else f", the first {self.first_mb}"
-        return f"buckets of {self.cap_mb} MiB{first}{', views' if self.is_view else ''}"
+        how = f"{', views' if self.is_view else ''}{', sent as FP16' if self.is_half else ''}"
+        return f"buckets of {self.cap_mb} MiB{first}{how}"
 
 
 DEFAULT = Setting()
@@ -77,12 +80,15 @@ def wrap(model: nn.Module, setting: Setting) -> DistributedDataParallel:
     with warnings.catch_warnings(), _first_bucket(setting.first_mb):
         # Newer releases rename the argument, older ones lack the new name.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             gradient_as_bucket_view=setting.is_view,
             broadcast_buffers=False,
             **sizes,  # type: ignore[arg-type]
         )
+    if setting.is_half:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped
 
 
 def _is_possible(cap_mb: int, first_mb: int) -> bool:

@@ -9,7 +9,6 @@ from lockstep.bench.results import Rows, describe_ms
 
 COLORS = {
     "ddp default": "#9aa0a6",
-    "ddp compiled": "#5f6368",
     "ddp tuned": "#1f77b4",
     "ddp tuned compiled": "#0b3d66",
     "bare loop": "#1f77b4",
