@@ -23,7 +23,8 @@ def default_sync_mode(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test on the GPU that leaves PyTorch's sync debug mode on fails itself, and not all tests after it."""
     yield
     if request.node.get_closest_marker("gpu"):
-        from tests.device import reset_sync_mode  # not before `pytest_configure`: it loads torch
+        from tests.device import free_memory, reset_sync_mode  # not before `pytest_configure`: it loads torch
 
+        free_memory()  # of which other workers' ranks have none otherwise
         left = reset_sync_mode()
         assert left == 0, f"the test left the sync debug mode at {left}; use tests.device.sync_errors"

@@ -1,5 +1,6 @@
 """The GPU under test: what makes the host wait for it is an error while asked for, and never longer."""
 
+import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,3 +34,10 @@ def reset_sync_mode() -> int:
     left = torch.cuda.get_sync_debug_mode()
     set_sync_mode("default")
     return left
+
+
+def free_memory() -> None:
+    """Give back what nobody uses: the GPU may be shared by tests that run at the same time."""
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -188,9 +188,10 @@ class Lockstep:
         network = build_network(self._case, world.device)
         parts = assemble(config, world, network, Schedule("constant", LR, total_steps=1))
         try:
-            self._chosen = self._chosen or choose_plan(config, parts, world)
-            plan = self._chosen.plan
-            step = apply_plan(plan.execution, plan.reduction, parts, len(batch.labels), batch.global_size)
+            chosen = self._chosen or choose_plan(config, parts, world)
+            self._chosen = replace(chosen, recording=None)  # a recording is of these parts, and the next have their own
+            plan, count, recording = chosen.plan, len(batch.labels), chosen.recording
+            step = apply_plan(plan.execution, plan.reduction, parts, count, batch.global_size, recording=recording)
             yield lambda: _run(step(batch, LR, False), parts)
         finally:
             parts.reducer.close()

@@ -238,6 +238,7 @@ def chaos_command(
     faults: Annotated[int, typer.Option(min=1, help="Faults to inject.")] = 25,
     seed: Annotated[int, typer.Option(min=0, help="Decides which faults, to whom and when.")] = 0,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks of each run.")] = 2,
+    backend: Annotated[str, typer.Option(help="auto, gloo or nccl, whose ranks may share a GPU.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
     every: Annotated[
         float | None, typer.Option(min=1, help="Instead: kill a rank every so many seconds; how much time is of use?")
@@ -254,6 +255,8 @@ def chaos_command(
     from lockstep.bench.chaos.useful import measure_useful
 
     console = Console()
+    if backend not in ("auto", "gloo", "nccl"):
+        raise LockstepError(f"--backend {backend[:40]} is not possible; choose auto, gloo or nccl.")
     if merge != bool(files):
         raise LockstepError("--merge and the files it makes one table of belong together; give both or neither.")
     if merge:
@@ -264,7 +267,7 @@ def chaos_command(
             every_s=every, for_s=for_s, seed=seed, num_ranks=ranks, json_file=json_file, console=console
         )
     else:
-        is_clean = run(count=faults, seed=seed, num_ranks=ranks, json_file=json_file, console=console)
+        is_clean = run(count=faults, seed=seed, num_ranks=ranks, backend=backend, json_file=json_file, console=console)
     if not is_clean:
         raise typer.Exit(1)
 

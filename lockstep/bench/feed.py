@@ -80,9 +80,10 @@ def measure_feed(source: Source, wanted: Wanted, world: World, say: Say = lambda
     config, seconds = _configure(wanted, world), wanted.seconds
     set_number_formats(config.precision)
     parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", LR, total_steps=1))
-    plan = choose_plan(config, parts, world).plan
+    chosen = choose_plan(config, parts, world)
+    plan = chosen.plan
     say(f"The step: {plan.execution}.")
-    step = apply_plan(plan.execution, plan.reduction, parts, wanted.batch, wanted.batch)
+    step = apply_plan(plan.execution, plan.reduction, parts, wanted.batch, wanted.batch, recording=chosen.recording)
     in_memory = repeat(fake_batch(config, world))
     _run(step, in_memory, MEMORY_SHARE * seconds / 2, world)  # kernels are chosen, and the device becomes warm
     before = _run(step, in_memory, MEMORY_SHARE * seconds, world)

@@ -117,7 +117,9 @@ def measure(world: World, model: str, batch: int, image_size: int, rounds: int) 
     set_number_formats(config.precision)
     parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", 0.1, total_steps=1))
     chosen = choose_plan(config, parts, world)
-    step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, batch, batch * world.size)
+    step = apply_plan(
+        chosen.plan.execution, chosen.plan.reduction, parts, batch, batch * world.size, recording=chosen.recording
+    )
     images = fake_batch(config, world)
     sides = {OFF: None} | {due: Instruments(parts, world, _Nobody(), _Every(due)) for due in (CUTS, LAYERS, TIMELINE)}
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}

@@ -110,7 +110,7 @@ def build_ours(model: str, batch: int) -> tuple[str, Step]:
         parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", LR, total_steps=1))
         chosen = choose_plan(config, parts, world)
         plan = chosen.plan
-        step = apply_plan(plan.execution, plan.reduction, parts, batch, batch)
+        step = apply_plan(plan.execution, plan.reduction, parts, batch, batch, recording=chosen.recording)
         images = fake_batch(config, world)
     lines = describe_trials(explain_choice(chosen.profile.trials), batch)
     return "\n".join([str(plan.execution), *lines]), lambda: step(images, LR, False)

@@ -23,8 +23,9 @@ from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError, SharedError
 
 RECORD = re.compile(r"([!-~]{1,128}) ([!-~]{1,128}) ([0-9a-f]{1,1024})", re.ASCII)
-ANSWER = re.compile(r"(nccl|gloo|none) (\d{1,6}) (\d{1,9})", re.ASCII)
+ANSWER = re.compile(r"(nccl|shared|gloo|none) (\d{1,6}) (\d{1,9})", re.ASCII)
 NO_DEVICE = "-"
+SLOWER = "so all ranks use Gloo, which is slower than NCCL"
 POLL_S = 0.02
 HEARD_S = 5.0
 
@@ -38,7 +39,10 @@ class Place(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One backend for all, and why it is not the usual one; `none` where the one asked for cannot be had."""
+    """One backend for all, and why it is not the usual one.
+
+    `none` where the one asked for cannot be had; `shared` is NCCL where several ranks have one GPU.
+    """
 
     backend: str
     reason: str = ""
@@ -51,6 +55,7 @@ class Agreement(NamedTuple):
     backend: str
     num_threads: int
     notice: str  # on rank 0, where the backend is not the usual one
+    shares_gpu: bool = False  # NCCL's ranks, some on one GPU: each must name a host of its own
 
 
 def find_place(device: torch.device) -> Place:
@@ -65,17 +70,21 @@ def find_place(device: torch.device) -> Place:
 def choose_backend(places: Sequence[Place], asked: str = "auto") -> Decision:
     """NCCL if every rank has a GPU of its own, else Gloo; what is asked for, where it is possible at all."""
     without = next((rank for rank, place in enumerate(places) if place.device == NO_DEVICE), None)
+    if asked == "nccl" and without is not None:
+        return Decision("none", "", without)
+    if asked == "nccl" and len({place.device for place in places}) < len(places):
+        return Decision("shared", "Several ranks share one GPU, so NCCL's sums go through sockets: for tests")
     if asked != "auto":
-        return Decision("none", "", without) if asked == "nccl" and without is not None else Decision(asked)
+        return Decision(asked)
     if all(place.device == NO_DEVICE for place in places):
         return Decision("gloo")
     if without is not None:
-        return Decision("gloo", f"Rank {without} has no GPU while others have one", without)
+        return Decision("gloo", f"Rank {without} has no GPU while others have one, {SLOWER}", without)
     owners: dict[str, int] = {}
     for rank, place in enumerate(places):
-        # NCCL refuses two ranks on one GPU; Gloo carries CUDA tensors through the host.
+        # NCCL refuses two ranks of one host on one GPU; Gloo carries CUDA tensors through the host.
         if (first := owners.setdefault(place.device, rank)) != rank:
-            return Decision("gloo", f"Ranks {first} and {rank} share one GPU", rank)
+            return Decision("gloo", f"Ranks {first} and {rank} share one GPU, {SLOWER}", rank)
     return Decision("nccl")
 
 
@@ -98,7 +107,7 @@ def take_census(
         rows = [_read(store, f"lockstep/place/{other}", RECORD, seal, end) for other in range(size)]
         places = [Place(host, device, int(cores, 16)) for host, device, cores in rows]
         decision = choose_backend(places, asked)
-        notice = f"{decision.reason}, so all ranks use Gloo, which is slower than NCCL." if decision.reason else ""
+        notice = f"{decision.reason}." if decision.reason else ""
         for other, count in enumerate(share_cores(places)):
             answer = f"lockstep/agreed/{other}"
             store.set(answer, seal.close(answer, f"{decision.backend} {count} {decision.culprit}").decode())
@@ -106,6 +115,8 @@ def take_census(
     if backend == "none":
         _wait_until_heard(store, rank, size)
         raise SharedError(f"comm.backend is nccl but rank {culprit} has no CUDA device; use gloo or auto.")
+    if backend == "shared":
+        return Agreement("nccl", int(num_threads), notice, shares_gpu=True)
     return Agreement(backend, int(num_threads), notice)
 
 

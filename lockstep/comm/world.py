@@ -230,6 +230,8 @@ def _meet(
         line = call_again(address, port, size, timeout_s)
         store, line = separate_attempt(store), separate_attempt(line)
         agreed = take_census(store, rank, size, find_place(device), asked=backend, seal=seal, timeout_s=timeout_s)
+        if agreed.shares_gpu:
+            os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")  # NCCL refuses two ranks of one host on one GPU
         _start_backend(agreed.backend, store, member, device, timeout_s)
     # Gloo takes the addresses it finds in the store at their word: what a stranger has put there may have any length.
     except (RuntimeError, ValueError, MemoryError) as error:

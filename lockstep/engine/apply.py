@@ -24,13 +24,20 @@ def apply_plan(
     num_samples: int,
     global_size: int,
     warn: Warn = lambda text: None,
+    recording: RecordedStep | None = None,
 ) -> Step:
-    """The step under a plan, for batches of `num_samples` on this rank; every rank must call it."""
+    """The step under a plan, for batches of `num_samples` on this rank; every rank must call it.
+
+    `recording` is that very step, where a trial has recorded it.
+    """
     apply_reduction(reduction, parts)
     apply_execution(execution, parts)
-    if execution.recorded:
-        return RecordedStep(parts, num_samples, global_size, warn)
-    return build_launched(parts, num_samples)
+    if not execution.recorded:
+        return build_launched(parts, num_samples)
+    if recording is not None and recording.sizes == (num_samples, global_size):
+        recording.warn = warn
+        return recording
+    return RecordedStep(parts, num_samples, global_size, warn)
 
 
 def apply_reduction(reduction: ReductionPlan, parts: Parts) -> None:

@@ -71,6 +71,7 @@ class Rig:
         self.steps: list[StepTime] = []
         self.trials: list[Trial] = []
         self.reductions: list[ReductionPlan] = []  # of each trial
+        self.recording: RecordedStep | None = None  # of the best trial, where it was recorded
 
     def measure_messages(self) -> None:
         """What each all-reduce costs at each size."""
@@ -88,7 +89,7 @@ class Rig:
 
     def measure_execution(self, execution: Execution) -> None:
         """Rehearse one way to execute the step, then try it with every reduction worth it."""
-        failure, step_time = self._rehearse(execution)
+        failure, step_time, rehearsed = self._rehearse(execution)
         reductions = self._propose(step_time)
         if failure:
             self._note(Trial(execution, "", "", float("inf"), failure), next(iter(reductions.values())))
@@ -99,7 +100,7 @@ class Rig:
         pool = None
         for rule, reduction in reductions.items():
             apply_reduction(reduction, self._parts)
-            failure, step = self._build(execution, pool)
+            failure, step = ("", rehearsed) if rehearsed else self._build(execution, pool)
             if step is None or failure:
                 self._note(Trial(execution, rule, self._describe(reduction), float("inf"), failure), reduction)
                 continue
@@ -107,10 +108,18 @@ class Rig:
             steps[rule] = step
         for rule, seconds in self._take_turns(steps, reductions).items():
             self._note(Trial(execution, rule, self._describe(reductions[rule]), seconds), reductions[rule])
+        self._keep(execution, steps)
         self.clean_up()
 
     def pick(self) -> Trial | None:
         return pick_trial(self.trials)
+
+    def _keep(self, execution: Execution, steps: dict[str, Step]) -> None:
+        """Of the recordings only the best stays, for the run: the more a process has made, the slower all replay."""
+        best = self.pick()
+        if best is not None and best.execution == execution:
+            step = steps.get(best.rule)
+            self.recording = step if isinstance(step, RecordedStep) else None
 
     def clean_up(self) -> None:
         """Give back what trials took, before anything else takes it."""
@@ -127,27 +136,53 @@ class Rig:
         self.trials.append(trial)
         self.reductions.append(reduction)
 
-    def _rehearse(self, execution: Execution) -> tuple[str, StepTime | None]:
-        """A few steps with nothing sent, so that no rank waits for one that fails; when each gradient is ready."""
-        parts, failure, rows, step_s = self._parts, "", [], 0.0
-        reducer = parts.reducer
+    def _rehearse(self, execution: Execution) -> tuple[str, StepTime | None, Step | None]:
+        """A few steps with nothing sent, so that no rank waits for one that fails; when each gradient is ready.
+
+        Alone in the world, the step that was rehearsed is the one to try, and is given back.
+        """
+        parts, failure, step = self._parts, "", None
+        ready_s, step_s = [0.0], 0.0
         try:
             apply_execution(execution, parts)
-            with reducer.muted(), reducer.watching() as watch:
-                step = self._build_alone(execution)
-                if isinstance(step, RecordedStep):
-                    step.prepare(self._batch, WARM_UP_STEPS)
-                for _ in range(READY_PASSES):
-                    step_s = self._time(step, 1)
-                    rows.append(watch.ready_s())
+            step = self._build_alone(execution)
+            with parts.reducer.muted():
+                if isinstance(step, RecordedStep) and parts.hybrid is None:
+                    ready_s, step_s = self._rehearse_launched(step)
+                else:
+                    ready_s, step_s = self._rehearse_watched(step)
         except Exception as error:  # compilers and drivers raise nearly anything; the plain step always remains
             failure = _shorten(error)
         failure = self._agree(failure)
         if failure:
-            return failure, None
-        ready_s = [median(values) for values in zip(*rows[1:], strict=True)]
+            return failure, None, None
         step_s, *ready_s = map(float, self._world.broadcast_value([step_s, *ready_s]))
-        return "", self._describe_step(execution, step_s, ready_s)
+        return "", self._describe_step(execution, step_s, ready_s), step if parts.hybrid is None else None
+
+    def _rehearse_watched(self, step: Step) -> tuple[list[float], float]:
+        """When each gradient is ready in this very step, which is recorded with an event for each."""
+        rows, step_s = [], 0.0
+        with self._parts.reducer.watching() as watch:
+            if isinstance(step, RecordedStep):
+                step.prepare(self._batch, WARM_UP_STEPS)
+            for _ in range(READY_PASSES):
+                step_s = self._time(step, 1)
+                rows.append(watch.ready_s())
+        return [median(values) for values in zip(*rows[1:], strict=True)], step_s
+
+    def _rehearse_launched(self, step: RecordedStep) -> tuple[list[float], float]:
+        """The same by the step launched one by one, shortened to the recorded one: nothing hangs on it here.
+
+        A recording for the events alone would be one too many: from some thousand operations on that a process has
+        recorded, whether it still holds them or not, every replay's kernels start 0.35 us later, 4 % of a small step.
+        """
+        step_s = 0.0
+        launched = build_launched(self._parts, len(self._batch.labels))
+        ready_s, launched_s = self._rehearse_watched(launched)
+        step.prepare(self._batch)
+        for _ in range(READY_PASSES):
+            step_s = self._time(step, 1)
+        return [ready * min(1.0, step_s / launched_s) for ready in ready_s], step_s
 
     def _describe_step(self, execution: Execution, step_s: float, ready_s: list[float]) -> StepTime:
         return StepTime(execution, step_s, max(ready_s), time_slots(self._parts.layout, ready_s))

@@ -8,7 +8,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from lockstep.data.generated import default_cache
 from lockstep.data.order import share
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
 from lockstep.engine.measure import Rig, suits_own_kernels
+from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.state import put_back
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.schedule import Schedule
@@ -43,6 +44,7 @@ class Chosen:
     plan: Plan
     profile: Profile
     source: Source
+    recording: RecordedStep | None = field(default=None, compare=False)  # of the plan's step, where one was made
 
 
 def choose_plan(
@@ -182,7 +184,7 @@ def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, pl
         plan = replace(plan, execution=best.execution, reduction=rig.reductions[rig.trials.index(best)])
     shared = _share_plan(world, parts, (plan, profile))
     assert shared is not None
-    return Chosen(*shared, "measured")
+    return Chosen(*shared, "measured", rig.recording)
 
 
 def _share_plan(world: World, parts: Parts, found: tuple[Plan, Profile] | None) -> tuple[Plan, Profile] | None:

@@ -44,8 +44,8 @@ class RecordedStep:
     ) -> None:
         """`pool` is the memory of another recording, which must not be replayed at the same time."""
         self._parts = parts
-        self._sizes = (num_samples, global_size)
-        self._warn = warn
+        self.sizes = (num_samples, global_size)
+        self.warn = warn
         self.pool = pool
         self._place: Batch | None = None
         self._steps_until_recording = WARM_UP_STEPS
@@ -54,7 +54,7 @@ class RecordedStep:
 
     def __call__(self, batch: Batch, lr: float, stop: bool = False) -> Tensor:
         """One weight update, as `train_step`."""
-        if (len(batch.labels), batch.global_size) != self._sizes:
+        if (len(batch.labels), batch.global_size) != self.sizes:
             return take_odd_step(self._parts, batch, lr, stop)
         place = self._put(batch)
         if self._recording is None and not self._is_recorded_now(place):
@@ -81,7 +81,7 @@ class RecordedStep:
         except RuntimeError as error:  # out of memory is one, too
             self._is_given_up = True
             torch.cuda.synchronize()
-            self._warn(f"The step could not be recorded and is launched one by one: {str(error).splitlines()[0]}")
+            self.warn(f"The step could not be recorded and is launched one by one: {str(error).splitlines()[0]}")
         return not self._is_given_up
 
     def _put(self, batch: Batch) -> Batch:

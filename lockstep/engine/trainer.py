@@ -49,7 +49,7 @@ from lockstep.events import (
 from lockstep.optim.doctor import Diagnosis, Doctor
 from lockstep.plan.choose import explain_choice
 from lockstep.plan.folder import write_plan
-from lockstep.plan.plan import Plan, describe_reduction, to_table
+from lockstep.plan.plan import describe_reduction, to_table
 from lockstep.plan.profile import InputRate
 from lockstep.restarts import count_restarts
 
@@ -113,7 +113,7 @@ class Trainer:
         self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:
             chosen = self._choose_plan()
-            step = self._apply(chosen.plan)
+            step = self._apply(chosen)
             with (
                 self.explain(),
                 build_train_pipeline(
@@ -167,10 +167,14 @@ class Trainer:
         with contextlib.suppress(LockstepError):  # a full disk costs the profile, not the run
             write_plan(self.folder, chosen.plan, replace(chosen.profile, input=rate))
 
-    def _apply(self, plan: Plan) -> Step:
+    def _apply(self, chosen: Chosen) -> Step:
         start, stop = share(self.config.train.global_batch, self.world.rank, self.world.size)
-        global_batch = self.config.train.global_batch
-        return apply_plan(plan.execution, plan.reduction, self.parts, stop - start, global_batch, self._warn)
+        execution, reduction, global_batch = (
+            chosen.plan.execution,
+            chosen.plan.reduction,
+            self.config.train.global_batch,
+        )
+        return apply_plan(execution, reduction, self.parts, stop - start, global_batch, self._warn, chosen.recording)
 
     def _warn(self, text: str) -> None:
         """Say it on any rank; the display belongs to rank 0."""

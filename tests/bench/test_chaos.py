@@ -34,7 +34,7 @@ from lockstep.bench.chaos.find import MARKER, find_processes, find_rank, find_ra
 from lockstep.bench.chaos.judge import Reference, judge
 from lockstep.bench.chaos.reads import SlowFile, can_block
 from lockstep.bench.chaos.report import Report, Row, UsefulTime, Verdict, describe, read_report, show
-from lockstep.bench.chaos.runs import Place, Run
+from lockstep.bench.chaos.runs import SETTINGS, Place, Run
 from lockstep.bench.chaos.surroundings import Surroundings
 from lockstep.bench.chaos.torment import torment, wait_for_moment
 from lockstep.bench.chaos.useful import count_steps, measure_lost
@@ -93,7 +93,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def reference(place: Place) -> Reference:
-    return make_reference(place, 2, "resume")
+    return make_reference(place, 2, "resume", SETTINGS)
 
 
 @pytest.fixture(scope="module")

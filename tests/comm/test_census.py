@@ -10,7 +10,16 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from lockstep.comm.census import NO_DEVICE, Agreement, Place, choose_backend, find_place, share_cores, take_census
+from lockstep.comm.census import (
+    NO_DEVICE,
+    SLOWER,
+    Agreement,
+    Place,
+    choose_backend,
+    find_place,
+    share_cores,
+    take_census,
+)
 from lockstep.comm.seal import Seal
 from lockstep.comm.world import World
 from lockstep.errors import LockstepError
@@ -37,7 +46,7 @@ def test_ranks_that_see_one_gpu_of_their_own_each_use_nccl_and_all_their_cores()
 
 def test_two_ranks_on_one_gpu_use_gloo_with_a_reason_and_divide_the_cores() -> None:
     places = [Place("a", "GPU-1", ALL), Place("a", "GPU-1", ALL)]
-    assert choose_backend(places) == ("gloo", "Ranks 0 and 1 share one GPU", 1)
+    assert choose_backend(places) == ("gloo", f"Ranks 0 and 1 share one GPU, {SLOWER}", 1)
     assert share_cores(places) == [8, 8]
 
 
@@ -49,7 +58,7 @@ def test_without_gpus_gloo_is_the_usual_choice() -> None:
 
 def test_a_node_without_gpus_among_others_makes_all_use_gloo_with_a_reason() -> None:
     places = [Place("a", "GPU-1", ALL), Place("a", "GPU-2", ALL), Place("b", NO_DEVICE, ALL)]
-    assert choose_backend(places) == ("gloo", "Rank 2 has no GPU while others have one", 2)
+    assert choose_backend(places) == ("gloo", f"Rank 2 has no GPU while others have one, {SLOWER}", 2)
     assert share_cores(places) == [8, 8, 16]
 
 
@@ -63,7 +72,7 @@ def test_nccl_that_a_rank_cannot_have_is_nobodys_and_what_else_is_asked_for_is_d
     places = [Place("a", "GPU-1", ALL), Place("b", NO_DEVICE, ALL)]
     assert choose_backend(places, "nccl") == ("none", "", 1)
     assert choose_backend(places, "gloo") == ("gloo", "", 0)
-    assert choose_backend([places[0]] * 2, "nccl").backend == "nccl"  # whoever asks by name knows how to share a GPU
+    assert choose_backend([places[0]] * 2, "nccl").backend == "shared"  # asked for by name: a test
 
 
 @pytest.mark.parametrize(
@@ -97,8 +106,17 @@ def test_all_ranks_hear_the_same_backend_and_rank_0_why() -> None:
     first, second, third = agree(
         [Place("a", "GPU-1", ALL), Place("a", "GPU-1", ALL), Place("b", "GPU-2", 1)], HashStore()
     )
-    assert first == ("gloo", 8, "Ranks 0 and 1 share one GPU, so all ranks use Gloo, which is slower than NCCL.")
-    assert (second, third) == (("gloo", 8, ""), ("gloo", 1, ""))
+    said = "Ranks 0 and 1 share one GPU, so all ranks use Gloo, which is slower than NCCL."
+    assert first == Agreement("gloo", 8, said)
+    assert (second, third) == (Agreement("gloo", 8, ""), Agreement("gloo", 1, ""))
+
+
+def test_ranks_asked_to_share_a_gpu_over_nccl_all_know_that_they_do() -> None:
+    first, second = agree([Place("a", "GPU-1", ALL)] * 2, HashStore(), asked="nccl")
+    said = "Several ranks share one GPU, so NCCL's sums go through sockets: for tests."
+    assert (first, second) == (Agreement("nccl", 8, said, True), Agreement("nccl", 8, "", True))
+    alone = agree([Place("a", "GPU-1", ALL), Place("a", "GPU-2", ALL)], HashStore(), asked="nccl")
+    assert alone == [Agreement("nccl", 8, "")] * 2
 
 
 def test_nccl_without_a_device_is_one_sentence_on_every_rank() -> None:
@@ -111,7 +129,7 @@ def test_a_strangers_record_is_as_if_it_had_not_come() -> None:
     store = HashStore()
     store.set("lockstep/agreed/1", "- nccl 999999 0")
     heard = agree([Place("a", NO_DEVICE, ALL)] * 2, store, secret="the run's")
-    assert heard == [("gloo", 8, ""), ("gloo", 8, "")]
+    assert heard == [Agreement("gloo", 8, "")] * 2
 
 
 class RobbedStore(HashStore):

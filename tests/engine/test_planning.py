@@ -1,6 +1,7 @@
 """Before step 0: every rank follows the same plan, nothing a trial does stays, and the run remembers."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig
+from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import Parts, assemble, build_network, build_parts, open_sources, set_number_formats
 from lockstep.engine.measure import fake_batch, suits_own_kernels
 from lockstep.engine.planning import Chosen, choose_plan
-from lockstep.engine.state import list_changing
+from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.state import list_changing, put_back
 from lockstep.engine.step import LOSS
 from lockstep.events import PlanChosen
 from lockstep.optim.schedule import Schedule
@@ -212,10 +215,23 @@ def test_on_a_gpu_the_choice_leaves_no_trace_and_says_what_it_measured() -> None
         chosen = choose_plan(config, parts, world)
         assert all(torch.equal(old, new) for old, new in zip(before, copy_changing(parts), strict=True))
         assert parts.rule.step_count == 0
+        assert chosen.recording is not None  # which the run goes on with
+        batch = fake_batch(config, world)
+        losses = [train(parts, chosen, batch, recording) for recording in (chosen.recording, None)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.01)
+        assert losses[0][0] > losses[0][-1]
     assert [trial.execution.recorded for trial in chosen.profile.trials] == [False, True]
     assert not any(trial.failure for trial in chosen.profile.trials)
     for step in chosen.profile.steps:  # by the device's clock: gradients come one after the other, within the step
         assert 0 < min(slot.ready_s for slot in step.slots) < step.backward_s < step.step_s
+
+
+def train(parts: Parts, chosen: Chosen, batch: Batch, recording: RecordedStep | None) -> list[float]:
+    """Losses of a few steps under a plan, by the recording of its trial or by one of its own; the weights stay."""
+    with put_back(parts):
+        step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, 16, 16, recording=recording)
+        assert recording is None or step is recording
+        return [step(batch, 0.05, False)[LOSS].item() for _ in range(6)]
 
 
 def choose_among_ranks(world: World, *, tune_s: float) -> tuple[Chosen, float]:
@@ -224,10 +240,12 @@ def choose_among_ranks(world: World, *, tune_s: float) -> tuple[Chosen, float]:
     parts = build(config, world)
     chosen = choose_plan(config, parts, world)
     batch = fake_batch(config, world)
-    step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, len(batch.labels), 16)
+    plan, recording = chosen.plan, chosen.recording
+    step = apply_plan(plan.execution, plan.reduction, parts, len(batch.labels), 16, recording=recording)
+    assert (step is recording) == plan.execution.recorded
     for _ in range(6):
         side = step(batch, 0.05, False)
-    return chosen, side[LOSS].item()
+    return replace(chosen, recording=None), side[LOSS].item()
 
 
 def choose_with_and_without_memory(world: World) -> list[tuple[Chosen, float]]:

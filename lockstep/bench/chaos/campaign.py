@@ -2,7 +2,7 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lockstep.bench.chaos.faults import Way, plan_runs
 from lockstep.bench.chaos.judge import Reference, judge, take_reference
 from lockstep.bench.chaos.reads import can_block
 from lockstep.bench.chaos.report import Report, Row, Verdict, read_commit, show
-from lockstep.bench.chaos.runs import Place, Run
+from lockstep.bench.chaos.runs import SETTINGS, Place, Run
 from lockstep.bench.chaos.surroundings import Surroundings, seclude
 from lockstep.bench.chaos.torment import torment
 from lockstep.bench.results import check_files
@@ -23,14 +23,19 @@ from lockstep.errors import LockstepError
 REFERENCE_S = 300.0
 
 
-def run(*, count: int, seed: int, num_ranks: int, json_file: Path | None, console: Console) -> bool:
+def run(
+    *, count: int, seed: int, num_ranks: int, backend: str = "auto", json_file: Path | None, console: Console
+) -> bool:
     """Inject so many faults; True if nothing was lost, hung or left behind."""
     check_files(json_file, None)
     begun = time.monotonic()
     is_alone = seclude()
     with open_place() as place:
         left_out = find_left_out(place, num_ranks)
-        report = Report(seed, num_ranks, read_commit(), left_out=sorted(left_out))
+        if backend == "nccl":
+            left_out |= {"two nodes"}  # namespaces of one machine, whose ranks may have to share a GPU
+        settings = (*SETTINGS, f"comm.backend={backend}")
+        report = Report(seed, num_ranks, read_commit(), backend=backend, left_out=sorted(left_out))
         if not is_alone:
             console.print("Shared memory and mounts left behind are not looked for: that takes a namespace of mounts.")
         if left_out:
@@ -40,11 +45,12 @@ def run(*, count: int, seed: int, num_ranks: int, json_file: Path | None, consol
             # Several nodes add up in another order, which two numbers do not mind.
             order = plan.way == "two nodes" and num_ranks > 2
             if order not in references:
-                references[order] = make_reference(place, num_ranks, plan.way)
-            with Run(plan.number, place, num_ranks, plan.way) as one:
+                references[order] = make_reference(place, num_ranks, plan.way, settings)
+            with Run(plan.number, place, num_ranks, plan.way, settings) as one:
                 before = Surroundings(is_alone)
                 rows = torment(one, plan.faults[: count - len(report.rows)])
-                verdict = judge(one, references[order], before, rows)
+                # On a GPU two runs without faults differ in the last bits, too.
+                verdict = judge(one, references[order], before, rows, to_the_bit=backend != "nccl")
                 one.remove()
             report.rows += rows
             report.verdicts.append(verdict)
@@ -77,9 +83,9 @@ def find_left_out(place: Place, num_ranks: int) -> set[str]:
     return left_out
 
 
-def make_reference(place: Place, num_ranks: int, way: Way) -> Reference:
+def make_reference(place: Place, num_ranks: int, way: Way, settings: Sequence[str]) -> Reference:
     """What a run comes to that nobody disturbs."""
-    with Run(0, place, num_ranks, way) as one:
+    with Run(0, place, num_ranks, way, settings) as one:
         if one.finish(one.start(), REFERENCE_S) != 0:
             raise LockstepError(f"Even a run without faults fails: {one.last_words}")
         reference = take_reference(one)

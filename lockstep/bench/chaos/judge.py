@@ -41,12 +41,13 @@ def take_reference(run: Run) -> Reference:
     return Reference(digest_weights(run.folder), _read_ledgers(run))
 
 
-def judge(run: Run, reference: Reference, before: Surroundings, rows: list[Row]) -> Verdict:
-    """What is wrong with a finished run, which met these faults."""
+def judge(run: Run, reference: Reference, before: Surroundings, rows: list[Row], *, to_the_bit: bool = True) -> Verdict:
+    """What is wrong with a finished run, which met these faults; weights are compared to the bit where that holds."""
     problems = list(run.problems)
+    other_weights = run.is_finished and digest_weights(run.folder) != reference.weights
     if not run.is_finished:
         problems.append(f"did not finish: {run.last_words}")
-    elif digest_weights(run.folder) != reference.weights:
+    elif other_weights and to_the_bit:
         problems.append("ended with other weights than the run without faults")
     problems += _judge_ledgers(run, reference, may_miss=any(row.kind in LOSING for row in rows))
     if run.num_hung:
@@ -59,7 +60,7 @@ def judge(run: Run, reference: Reference, before: Surroundings, rows: list[Row])
     left_behind = [*_list_strange(run.folder), *_list_temporary(run.temporary), *before.list_new()]
     if left_behind:
         problems.append(f"left {', '.join(left_behind)} behind")
-    return Verdict(run.number, [f"run {run.number} ({run.way}): {problem}" for problem in problems])
+    return Verdict(run.number, [f"run {run.number} ({run.way}): {problem}" for problem in problems], other_weights)
 
 
 def _judge_ledgers(run: Run, reference: Reference, *, may_miss: bool) -> list[str]:

@@ -55,6 +55,7 @@ class Verdict:
 
     run: int
     problems: list[str] = field(default_factory=list)
+    other_weights: bool = False  # than the run without faults; no problem where two such runs differ as well
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class Report:
     num_ranks: int
     commit: str
     seconds: float = 0.0
+    backend: str = "auto"
     left_out: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
@@ -105,9 +107,12 @@ class Report:
         """One line of counts."""
         came = sum(row.came for row in self.rows) + sum(time.num_faults for time in self.useful)
         num_runs = len(self.verdicts) + len(self.useful)
+        over = "" if self.backend == "auto" else f" over {self.backend}"
+        others = sum(verdict.other_weights for verdict in self.verdicts)
         return (
-            f"seed {self.seed}, {self.num_ranks} ranks, commit {self.commit}: {came} faults in {num_runs} "
+            f"seed {self.seed}, {self.num_ranks} ranks{over}, commit {self.commit}: {came} faults in {num_runs} "
             f"runs, {self.num_hung} hangs, {len(self.problems)} problems, {self.seconds:.0f} s"
+            + (f"; {others} runs ended with other weights, as two runs on a GPU may" if others else "")
         )
 
 

@@ -119,6 +119,7 @@ class Run:
         self.problems: list[str] = []  # seen on the way
         self.cluster: VirtualCluster | None = None
         self._settings = settings
+        self._paths = [path for path in (os.environ.get("PYTHONPATH"),) if path]
         self._log = place.beside / f"output-{number}"
         self._log.touch()
 
@@ -145,7 +146,7 @@ class Run:
             hook.FOLDER: str(self.hold),
             "LOCKSTEP_CACHE": str(self.place.cache),
             "TMPDIR": str(self.temporary),
-            "PYTHONPATH": os.pathsep.join([str(self.place.site), str(Path(__file__).parents[3])]),
+            "PYTHONPATH": os.pathsep.join([str(self.place.site), str(Path(__file__).parents[3]), *self._paths]),
         }
         begun, num_events = time.monotonic(), len(self.events())
         return Part(self._start(["train", *target], variables), begun, num_events)
