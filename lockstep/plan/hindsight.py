@@ -120,9 +120,9 @@ def _list_rows(predicted: RunPredicted, measured: Measured | None) -> tuple[Row,
     add("a step", "s", predicted.step_s)
     if predicted.world_size > 1:
         add("all messages, hidden or not", "s", predicted.messages_s, "messages")
-    add("T", "images/s", predicted.images_per_second)
-    add("S", "images/s", predicted.speed_one_rank)
-    add("e", "share", predicted.efficiency)
+    add("throughput T", "images/s", predicted.images_per_second)
+    add("one rank alone S", "images/s", predicted.speed_one_rank)
+    add("efficiency e", "share", predicted.efficiency)
     if measured is None or measured.ended.status == "finished":
         add("all steps but the first", "s", max(0, predicted.steps - 1) * predicted.step_s)
     add("memory of a device", "bytes", predicted.memory_bytes, "memory")
@@ -140,9 +140,9 @@ def _list_measured(measured: Measured) -> dict[str, float | None]:
         "exposed communication": None if slowest_s is None else measured.wait_s - slowest_s,
         "a step": measured.step_s,
         "all messages, hidden or not": measured.messages_s,
-        "T": finite(ended.images_per_second),
-        "S": finite(ended.speed_one_rank),
-        "e": finite(ended.efficiency),
+        "throughput T": finite(ended.images_per_second),
+        "one rank alone S": finite(ended.speed_one_rank),
+        "efficiency e": finite(ended.efficiency),
         "all steps but the first": ended.train_s,
         "memory of a device": None if ended.memory_bytes is None else float(ended.memory_bytes),
     }

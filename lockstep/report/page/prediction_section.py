@@ -90,7 +90,7 @@ def _tell_rows(rows: Sequence[Row]) -> Numbers:
             ]
             for row in rows
         ],
-        caption="Predicted against measured",
+        caption="A step, and what follows from it",
     )
 
 
