@@ -113,7 +113,10 @@ def measure_memory(case: Case) -> tuple[int, BatchTime]:
 
 def time_pass(case: Case) -> BatchTime:
     """One forward and backward pass, and an update, of the largest share's part."""
-    batch = -(-case.batch // case.passes)
+    return _time_batch(case, -(-case.batch // case.passes))
+
+
+def _time_batch(case: Case, batch: int) -> BatchTime:
     row = case.profile.at(batch)
     area = (case.workload.image_size / case.profile.image_size) ** 2
     if area == 1:
@@ -339,8 +342,8 @@ def _look_around(case: Case, found: Found) -> Outlook:
     wider = replace(shape, inter=replace(shape.inter, bytes_per_s=2 * shape.inter.bytes_per_s))
     wider_inside = replace(shape, intra=replace(shape.intra, bytes_per_s=2 * shape.intra.bytes_per_s))
     larger = replace(case, global_batch=2 * case.global_batch)
-    batches = {row.batch for row in case.profile.batches}
-    best_rate = max(batch / case.profile.at(batch).step_s for batch in batches)
+    batches = {-(-case.batch // case.passes), *(row.batch for row in case.profile.batches)}
+    best_rate = max(batch / _time_batch(case, batch).step_s for batch in batches)
     return Outlook(
         parts=found.simulation.parts,
         costs=found.costs,

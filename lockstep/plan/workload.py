@@ -42,11 +42,6 @@ class Workload:
 
 def describe_workload(recipe: str, config: RunConfig, num_images: int = 0) -> Workload:
     """A recipe's numbers; the samples of a folder are ImageNet's unless `num_images` says otherwise."""
-    if config.model.name in RESNETS and (config.model.width != 64 or config.model.stem != "imagenet"):
-        raise LockstepError(
-            f"{recipe} changes model.width or model.stem, and device profiles are of the published networks; leave "
-            "both as they are to plan it."
-        )
     notes = []
     is_generated = config.data.source == "generated"
     if not num_images and not is_generated:
@@ -70,6 +65,15 @@ def describe_workload(recipe: str, config: RunConfig, num_images: int = 0) -> Wo
         comm=config.comm,
         notes=tuple(notes),
     )
+
+
+def refuse_changed(recipe: str, config: RunConfig) -> None:
+    """Shipped profiles are of published networks: a recipe that changes one needs a profile of its own."""
+    if config.model.name in RESNETS and (config.model.width != 64 or config.model.stem != "imagenet"):
+        raise LockstepError(
+            f"{recipe} changes model.width or model.stem, and shipped profiles are of the published networks; measure "
+            "one with `lockstep profile` and give it with --profile."
+        )
 
 
 def find_profile(device: str, model: str) -> DeviceProfile:

@@ -116,7 +116,7 @@ def _plan_recipe(
     from lockstep.plan.prediction import Impossible, Prediction, to_json
     from lockstep.plan.search import build_case, predict, search
     from lockstep.plan.sweep import find_smallest, plan_sizes
-    from lockstep.plan.workload import describe_workload, find_profile
+    from lockstep.plan.workload import describe_workload, find_profile, refuse_changed
     from lockstep.recipes.read import load_recipe
     from lockstep.report.plan_display import build_rule_table, describe_impossible
 
@@ -126,7 +126,11 @@ def _plan_recipe(
         raise LockstepError("A plan needs --cluster; `lockstep plan clusters` lists them, and a file may be given.")
     workload = describe_workload(name, config, images)
     cluster = read_planned(cluster_name)
-    device = _read_profile(profile_file) if profile_file else find_profile(cluster.machine.device, workload.model)
+    if profile_file:
+        device = _read_profile(profile_file)
+    else:
+        refuse_changed(name, config)
+        device = find_profile(cluster.machine.device, workload.model)
     if device.model != workload.model:
         raise LockstepError(f"The profile is of {device.model}, and {name} trains {workload.model}; give one of that.")
     if target_minutes:

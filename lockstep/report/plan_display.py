@@ -9,7 +9,7 @@ from lockstep.plan.cluster import Cluster
 from lockstep.plan.optimizers import RuleRow
 from lockstep.plan.prediction import Impossible, Prediction
 from lockstep.plan.published import Checked, Claim
-from lockstep.report.phrases import count, size
+from lockstep.report.phrases import count, plural, size
 
 BAR = 60  # characters of the longest step
 # What a step is made of, each by a letter.
@@ -93,7 +93,7 @@ def draw_scaling(predictions: Sequence[Prediction]) -> list[str]:
 
 def describe_size(one: Prediction) -> list[str]:
     """How gradients travel, and what to change."""
-    lines = [f"{one.devices:,} devices: {one.advice}"]
+    lines = [f"{plural(one.devices, 'device')}: {one.advice}"]
     if one.devices > 1:
         words = list(dict.fromkeys(one.reduction.all_reduces))
         lines.append(
@@ -104,7 +104,7 @@ def describe_size(one: Prediction) -> list[str]:
 
 
 def describe_impossible(row: Impossible) -> str:
-    return f"{row.devices:,} devices, {row.scaling} scaling: {row.reason}"
+    return f"{plural(row.devices, 'device')}, {row.scaling} scaling: {row.reason}"
 
 
 def build_cluster_table(clusters: Sequence[Cluster]) -> Table:

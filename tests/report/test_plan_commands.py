@@ -104,6 +104,7 @@ def test_validation_has_the_rows_that_others_read(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence_each(profile: str, tmp_path: Path) -> None:
     assert "needs --cluster" in refuse("resnet50-64k")
     assert "Give a recipe" in refuse()
+    assert "changes model.width or model.stem" in refuse("quickstart", "--cluster=dgx-h100")
     assert "did you mean dgx-h100" in refuse("resnet50-64k", "--cluster=dgx-h10")
     here = ["resnet50-256", "--cluster=dgx-h200", f"--profile={profile}"]
     assert "cannot be shared by 512 devices" in refuse(*here, "--devices=512")
@@ -129,4 +130,4 @@ def test_a_plan_for_2048_devices_answers_soon_and_without_torch(profile: str) ->
     begun = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - begun < 10  # takes less than 1 s on a free machine, and the suite's is not
+    assert time.perf_counter() - begun < 20  # takes less than 1 s on a free machine, and the suite's is not
