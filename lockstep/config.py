@@ -245,9 +245,10 @@ class OptimConfig(Section):
         "nesterov": ("name", ("sgd",)),
         "trust_coefficient": ("name", ("lars",)),
         "epsilon": ("name", ("lars",)),
-        "beta1": ("name", ("lamb",)),
-        "beta2": ("name", ("lamb",)),
+        "beta1": ("name", ("lamb", "adamw")),
+        "beta2": ("name", ("lamb", "adamw")),
         "lamb_epsilon": ("name", ("lamb",)),
+        "adamw_epsilon": ("name", ("adamw",)),
         "adapt_norm_and_bias": ("name", ("lars", "lamb")),
         "end_lr": ("schedule", ("poly", "cosine")),
         "power": ("schedule", ("poly",)),
@@ -255,21 +256,37 @@ class OptimConfig(Section):
         "gamma": ("schedule", ("step",)),
     }
 
-    name: Literal["sgd", "lars", "lamb"] = Field(default="sgd", description="the update rule")
+    name: Literal["sgd", "lars", "lamb", "adamw"] = Field(default="sgd", description="the update rule")
     lr: float = Field(gt=0, le=LARGEST, examples=[0.1], description="learning rate after warm-up")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd and lars")
     nesterov: bool = Field(default=False, description="Nesterov's form of momentum (sgd)")
-    weight_decay: float = Field(default=1e-4, ge=0, le=LARGEST, description="weight decay, added to the gradient")
+    weight_decay: float = Field(
+        default=1e-4,
+        ge=0,
+        le=LARGEST,
+        description="weight decay, added to the gradient; to the direction (lamb, adamw)",
+    )
     decay_norm_and_bias: bool = Field(default=False, description="decay batch-norm parameters and biases too")
     adapt_norm_and_bias: bool = Field(
         default=False, description="give batch-norm parameters and biases a trust ratio too"
     )
     trust_coefficient: float = Field(default=0.001, gt=0, le=LARGEST, description="eta of the trust ratio (lars)")
     epsilon: float = Field(default=0.0, ge=0, le=LARGEST, description="added to the trust ratio's denominator (lars)")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's running mean (lamb)")
-    beta2: float = Field(default=0.999, ge=0, lt=1, description="decay of the squared gradient's running mean (lamb)")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the gradient's running mean (lamb, adamw)")
+    beta2: float = Field(
+        default=0.999, ge=0, lt=1, description="decay of the squared gradient's running mean (lamb, adamw)"
+    )
     lamb_epsilon: float = Field(
         default=1e-6, gt=0, le=LARGEST, description="added to the root of the second moment (lamb)"
+    )
+    adamw_epsilon: float = Field(
+        default=1e-8, gt=0, le=LARGEST, description="added to the root of the second moment (adamw)"
+    )
+    clip_norm: float = Field(
+        default=0.0,
+        ge=0,
+        le=LARGEST,
+        description="the gradient of the whole network is scaled down to this norm where it is above; 0: never",
     )
     schedule: Literal["constant", "poly", "cosine", "step"] = Field(
         default="cosine", description="learning rate after warm-up"
@@ -374,6 +391,9 @@ class TrainConfig(Section):
     max_batch_per_rank: int = Field(
         default=256, ge=1, le=MOST, description="a larger share runs in several passes whose gradients add"
     )
+    accumulate: int = Field(
+        default=0, ge=0, le=MOST, description="passes of a step on each rank; 0: by max_batch_per_rank"
+    )
     eval_every: Duration = Field(default=Duration(1, "ep"), description='between evaluations; "0st": only at the end')
     checkpoint_every: Duration = Field(
         default=Duration(1, "ep"), description='between checkpoints; "0st": only at the end'
@@ -401,6 +421,17 @@ class TrainConfig(Section):
     def _is_possible(self) -> Self:
         if self.duration.value == 0:
             raise ValueError(f'train.duration = {show(self.duration)} trains nothing; give a length such as "90ep"')
+        usual = type(self).model_fields["max_batch_per_rank"].default
+        if self.accumulate and self.max_batch_per_rank != usual:
+            raise ValueError(
+                f"train.accumulate = {self.accumulate} and train.max_batch_per_rank = {self.max_batch_per_rank} both "
+                f"say in how many passes a step runs; leave the first at 0 or the second at {usual}"
+            )
+        if self.accumulate > self.global_batch:
+            raise ValueError(
+                f"train.accumulate = {self.accumulate} asks for more passes than train.global_batch = "
+                f"{self.global_batch} has samples; lower it"
+            )
         return self
 
 

@@ -83,7 +83,13 @@ def test_the_tree_is_frozen() -> None:
         ("optim.beta1=1", "optim.beta1 = 1 must be below 1, such as 0.9"),
         ("optim.beta2=-0.1", "optim.beta2 = -0.1 must be at least 0, such as 0.999"),
         ("optim.label_smoothing=1", "optim.label_smoothing = 1 must be below 1, such as 0.0"),
-        ("optim.name=adam", "optim.name = \"adam\" must be 'sgd', 'lars' or 'lamb'"),
+        ("optim.name=adam", "optim.name = \"adam\" must be 'sgd', 'lars', 'lamb' or 'adamw'"),
+        ("optim.adamw_epsilon=0", "optim.adamw_epsilon = 0 must be above 0, such as 1e-08"),
+        ("optim.clip_norm=-1", "optim.clip_norm = -1 must be at least 0, such as 0.0"),
+        ("optim.clip_norm=inf", "optim.clip_norm = Infinity must be a finite number, such as 0.0"),
+        ("optim.clip_norm=1e39", "optim.clip_norm = 1e+39 must be at most 1e+38, such as 0.0"),
+        ("train.accumulate=2.5", "train.accumulate = 2.5 must be a whole number, such as 0"),
+        ("train.accumulate=-1", "train.accumulate = -1 must be at least 0, such as 0"),
         ("data.bad_share=2", "data.bad_share = 2 must be at most 1, such as 0.001"),
         ("data.flip=1", "data.flip = 1 must be true or false"),
         ("data.path=3", "data.path = 3 must be text in quotes"),
@@ -152,6 +158,30 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
             ["optim.name=lars", "optim.nesterov=true"],
             'optim.nesterov = true has no effect with optim.name = "lars", only with sgd; '
             "leave it at false or change optim.name",
+        ),
+        (
+            ["optim.name=adamw", "optim.momentum=0.8"],
+            'optim.momentum = 0.8 has no effect with optim.name = "adamw", only with sgd, lars; '
+            "leave it at 0.9 or change optim.name",
+        ),
+        (
+            ["optim.name=lamb", "optim.adamw_epsilon=1e-5"],
+            'optim.adamw_epsilon = 1e-05 has no effect with optim.name = "lamb", only with adamw; '
+            "leave it at 1e-08 or change optim.name",
+        ),
+        (
+            ["optim.beta1=0.8"],
+            'optim.beta1 = 0.8 has no effect with optim.name = "sgd", only with lamb, adamw; '
+            "leave it at 0.9 or change optim.name",
+        ),
+        (
+            ["train.accumulate=2", "train.max_batch_per_rank=4"],
+            "train.accumulate = 2 and train.max_batch_per_rank = 4 both say in how many passes a step runs; leave the "
+            "first at 0 or the second at 256",
+        ),
+        (
+            ["train.accumulate=9"],
+            "train.accumulate = 9 asks for more passes than train.global_batch = 8 has samples; lower it",
         ),
         (
             ["model.name=alexnet", "model.stem=cifar"],
@@ -270,6 +300,28 @@ def test_an_override_does_not_hide_a_section_that_is_no_table(tmp_path: Path) ->
 
 def test_the_last_override_of_a_key_counts() -> None:
     assert apply_overrides({}, ["optim.lr=1", "optim.lr=2"]) == {"optim": {"lr": 2}}
+
+
+@pytest.mark.parametrize("name", ["sgd", "lars", "lamb", "adamw"])
+def test_another_rule_takes_the_old_ones_settings_out_of_a_recipe(name: str) -> None:
+    _, config = load_recipe("quickstart", [f"optim.name={name}"])
+    assert config.optim.name == name
+    assert config.optim.trust_coefficient == (0.02 if name == "lars" else 0.001)
+    assert (config.optim.lr, config.optim.warmup) == (1.0, Duration(2, "ep"))
+
+
+def test_any_choice_takes_what_it_leaves_without_effect_out_of_a_recipe() -> None:
+    raw = {"optim": {"lr": 1, "schedule": "poly", "power": 3.0}, "data": {"source": "folder", "path": "imagenet"}}
+    assert apply_overrides(raw, ["optim.schedule=cosine"])["optim"] == {"lr": 1, "schedule": "cosine"}
+    assert apply_overrides(raw, ["data.source=generated"])["data"] == {"source": "generated"}
+    assert apply_overrides(raw, ["optim.schedule=poly", "data.source=folder"]) == raw
+
+
+def test_a_setting_given_together_with_a_rule_that_ignores_it_is_refused() -> None:
+    with pytest.raises(LockstepError, match=r"optim.trust_coefficient = 0.01 has no effect"):
+        load_recipe("quickstart", ["optim.name=adamw", "optim.trust_coefficient=0.01"])
+    with pytest.raises(LockstepError, match=r"optim.nesterov = true has no effect"):
+        load_recipe("quickstart", ["optim.nesterov=true"])  # the recipe's own rule decides
 
 
 def test_a_run_folder_loads_its_config_and_keeps_its_name(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def run(
                 ((nodes, ranks), *measure_cluster(cluster, case, list_settings(nodes, ranks), rounds, patience_s))
             )
         profiles.append(profile_alone(case))  # again and again, as a machine that others use changes
-    alone = sorted(profiles, key=lambda row: row.step_s)[len(profiles) // 2]
+    alone = sorted(profiles, key=lambda row: row.step_s)[(len(profiles) - 1) // 2]
     spread = [profile.step_s for profile in profiles]
     console.print(
         f"one rank, one thread: {1e3 * alone.step_s:.1f} ms a step "
@@ -111,7 +111,8 @@ def run(
     layout = build_case_layout(case)
     rows = [build_row(shape, step, alone, messages, layout) for shape, messages, steps in found for step in steps]
     console.print(build_table(rows))
-    console.print(describe_errors(rows), highlight=False)
+    for line in describe_errors(rows):
+        console.print(line, highlight=False, soft_wrap=True)
     if json_file is not None:
         write_rows(json_file, [asdict(row) for row in rows])
     return rows
@@ -205,12 +206,21 @@ def build_row(
     )
 
 
-def describe_errors(rows: Sequence[Row]) -> str:
-    """How far off, on average and at worst."""
+def describe_errors(rows: Sequence[Row]) -> list[str]:
+    """How far off, on average and at worst: of all, and of those that nobody disturbed where they are not all."""
+    quiet = [row for row in rows if row.others <= QUIET]
+    lines = [f"{len(rows)} settings: {_describe_error(rows)}"]
+    if quiet and len(quiet) < len(rows):
+        share = f"others had at most {100 * QUIET:.0f} % of the cores"
+        lines.append(f"the {len(quiet)} of them in which {share}: {_describe_error(quiet)}")
+    return lines
+
+
+def _describe_error(rows: Sequence[Row]) -> str:
     errors = [abs(row.error) for row in rows]
     worst = max(rows, key=lambda row: abs(row.error))
     return (
-        f"{len(rows)} settings: predicted and measured differ by {100 * statistics.mean(errors):.1f} % on average, "
+        f"predicted and measured differ by {100 * statistics.mean(errors):.1f} % on average, "
         f"{100 * statistics.median(errors):.1f} % in the middle and {100 * max(errors):.1f} % at worst "
         f"({worst.nodes}x{worst.ranks_per_node}, {worst.setting})"
     )

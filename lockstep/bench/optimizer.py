@@ -5,8 +5,9 @@ update would take at the speed of a measured copy. On a CPU the plain versions r
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -23,6 +24,7 @@ from lockstep.kernels import has_triton
 from lockstep.layout import plan_layout
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
+from lockstep.optim.adamw import AdamW
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
@@ -33,15 +35,18 @@ from lockstep.optim.storage import build_weights, views
 
 Model = Literal["resnet50", "alexnet"]
 MOMENTUM, WEIGHT_DECAY, TRUST = 0.9, 1e-4, 1e-3
+CLIP_NORM = 1e-6  # below that of the gradients here, so that they are clipped
 MODELS: tuple[Model, ...] = ("resnet50", "alexnet")
-RULES: dict[str, type[Rule]] = {"lars": Lars, "lamb": Lamb, "sgd": Sgd}
+RULES: dict[str, type[Rule]] = {"lars": Lars, "lamb": Lamb, "adamw": AdamW, "sgd": Sgd}
 # What a sweep tries: elements and warps of a tile; half vector, order and cache hint.
 SHAPES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16))
 ORDERS = ((4, True, True), (4, True, False), (4, False, False), (8, True, True))
 # Bytes a parameter with FP16 gradients and a loss scale: what the norms read, what the update reads and writes.
-OUR_BYTES = {"lars": 6 + 20, "lamb": 14 + 28, "sgd": 2 + 20}
-# All in FP32: w, g and v read, w and v written; LARS reads w and g once more for the norms.
-TORCH_BYTES = {"sgd": 20, "lars": 28}
+OUR_BYTES = {"lars": 6 + 20, "lamb": 14 + 28, "adamw": 2 + 28, "sgd": 2 + 20}
+# What clipping reads besides: LAMB's squares are not those of the gradients.
+CLIP_BYTES = {"lars": 0, "lamb": 2, "adamw": 0, "sgd": 0}
+# All in FP32: w, g and v read, w and v written, for AdamW also m; LARS reads w and g once more for the norms.
+TORCH_BYTES = {"sgd": 20, "adamw": 28, "lars": 28}
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,15 @@ def list_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int,
 
 def list_ours(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
     """Our rules with FP16 gradients, loss scale and finite test; on a GPU launched and as a replayed graph."""
-    for name, kind in RULES.items():
-        _, update, num_parameters = build_ours(model, kind, device)
-        num_bytes = OUR_BYTES[name] * num_parameters
+    for (name, kind), clip_norm in product(RULES.items(), (0.0, CLIP_NORM)):
+        _, update, num_parameters = build_ours(model, kind, device, clip_norm)
+        num_bytes = (OUR_BYTES[name] + (CLIP_BYTES[name] if clip_norm else 0)) * num_parameters
+        label = f"lockstep {name}{', clipped' if clip_norm else ''}"
         if device.type == "cpu":
-            yield f"lockstep {name}, plain", num_bytes, update
+            yield f"{label}, plain", num_bytes, update
             continue
-        yield f"lockstep {name}, launched", num_bytes, update
-        yield f"lockstep {name}, CUDA graph", num_bytes, capture(update)
+        yield f"{label}, launched", num_bytes, update
+        yield f"{label}, CUDA graph", num_bytes, capture(update)
 
 
 def sweep_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
@@ -130,11 +136,11 @@ def sweep_updates(model: Model, device: torch.device) -> Iterator[tuple[str, int
             yield label, OUR_BYTES[name] * num_parameters, capture(update)
 
 
-def build_ours(model: Model, kind: type[Rule], device: torch.device) -> tuple[Rule, Call, int]:
+def build_ours(model: Model, kind: type[Rule], device: torch.device, clip_norm: float = 0.0) -> tuple[Rule, Call, int]:
     """A rule of ours, one update of a whole model by it, and how many parameters that moves."""
     network = _build_network(model)
     layout = plan_layout(describe_parameters(network, half=True))
-    rule = kind(layout, device, weight_decay=WEIGHT_DECAY)  # type: ignore[call-arg]
+    rule = kind(layout, device, weight_decay=WEIGHT_DECAY, clip_norm=clip_norm)  # type: ignore[call-arg]
     master, half = build_weights(network, layout, device, torch.float16)
     scale = LossScale(layout, device)
     flat = torch.zeros(layout.numel, device=device)
@@ -146,20 +152,19 @@ def build_ours(model: Model, kind: type[Rule], device: torch.device) -> tuple[Ru
 
 
 def list_peers(model: Model, device: torch.device) -> Iterator[tuple[str, int, Call]]:
-    """SGD and LARS as PyTorch's users have them, all in FP32, without scaling or a finite test."""
+    """SGD, AdamW and LARS as PyTorch's users have them, all in FP32, without scaling or a finite test."""
     network = _build_network(model).to(device)
     parameters = list(network.parameters())
     for parameter in parameters:
         parameter.grad = 1e-3 * torch.randn_like(parameter)
     count = sum(parameter.numel() for parameter in parameters)
-    fused, foreach = (
-        torch.optim.SGD(
-            parameters, lr=1e-3, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, fused=fused, foreach=not fused
-        )
-        for fused in (True, False)
-    )
-    yield "torch SGD, fused", TORCH_BYTES["sgd"] * count, fused.step
-    yield "torch SGD, foreach", TORCH_BYTES["sgd"] * count, foreach.step
+    peers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "SGD": partial(torch.optim.SGD, momentum=MOMENTUM),
+        "AdamW": torch.optim.AdamW,
+    }
+    for (name, build), way in product(peers.items(), ("fused", "foreach")):
+        optimizer = build(parameters, lr=1e-3, weight_decay=WEIGHT_DECAY, **{way: True})
+        yield f"torch {name}, {way}", TORCH_BYTES[name.lower()] * count, optimizer.step
     momentum = [torch.zeros_like(parameter) for parameter in parameters]
     yield "LARS, torch._foreach", TORCH_BYTES["lars"] * count, lambda: step_foreach(parameters, momentum)
     yield "LARS, loop over tensors", TORCH_BYTES["lars"] * count, lambda: step_loop(parameters, momentum)

@@ -4,7 +4,9 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,9 @@ from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from lockstep.config import DataConfig, PrecisionConfig, RunConfig
+from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.generated import build_generated, default_cache
-from lockstep.data.order import Cursor, steps_per_epoch
+from lockstep.data.order import Cursor, share, steps_per_epoch
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
@@ -28,10 +30,12 @@ from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
+from lockstep.optim.adamw import AdamW
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss_scale import LossScale
+from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import build_weights, mixed_views
@@ -39,7 +43,6 @@ from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
 Progress = Callable[[int, int], None]
-Rule = Sgd | Lars | Lamb
 EVAL_BATCH = 100
 NUM_NOTES = 9  # the places of `step.py`, and six digits behind them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -72,7 +75,7 @@ class Parts:
     schedule: Schedule
     clock: Clock
     label_smoothing: float
-    max_batch_per_rank: int
+    max_batch_per_rank: int | Fraction  # a larger share runs in several passes
 
 
 def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
@@ -97,6 +100,11 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
         raise LockstepError(
             f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks; "
             "give at least one sample to each."
+        )
+    if config.train.accumulate * num_ranks > config.train.global_batch:
+        raise LockstepError(
+            f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks in "
+            f"train.accumulate = {config.train.accumulate} passes each; give at least one sample to each pass."
         )
 
 
@@ -160,8 +168,17 @@ def assemble(
         schedule=schedule,
         clock=Clock(world.device),
         label_smoothing=config.optim.label_smoothing,
-        max_batch_per_rank=config.train.max_batch_per_rank,
+        max_batch_per_rank=plan_passes(config.train, world.rank, world.size),
     )
+
+
+def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
+    """Samples of a pass: a batch of n runs in ⌈n / this⌉ passes, a whole share in exactly `train.accumulate`.
+
+    The smaller last batch of an epoch takes fewer in proportion.
+    """
+    start, stop = share(train.global_batch, rank, num_ranks)
+    return Fraction(max(1, stop - start), train.accumulate) if train.accumulate else train.max_batch_per_rank
 
 
 def build_layout(config: RunConfig, model: nn.Module) -> Layout:
@@ -215,25 +232,24 @@ def build_network(config: RunConfig, num_classes: int) -> nn.Module:
 def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
     """The update rule the recipe names."""
     optim = config.optim
-    if optim.name == "sgd":
-        return Sgd(layout, device, momentum=optim.momentum, weight_decay=optim.weight_decay, nesterov=optim.nesterov)
-    if optim.name == "lars":
-        return Lars(
-            layout,
-            device,
-            momentum=optim.momentum,
-            weight_decay=optim.weight_decay,
-            trust_coefficient=optim.trust_coefficient,
-            epsilon=optim.epsilon,
-        )
-    return Lamb(
-        layout,
-        device,
-        beta1=optim.beta1,
-        beta2=optim.beta2,
-        weight_decay=optim.weight_decay,
-        epsilon=optim.lamb_epsilon,
-    )
+    common: dict[str, Any] = {"weight_decay": optim.weight_decay, "clip_norm": optim.clip_norm}
+    betas: dict[str, Any] = {"beta1": optim.beta1, "beta2": optim.beta2}
+    match optim.name:
+        case "sgd":
+            return Sgd(layout, device, momentum=optim.momentum, nesterov=optim.nesterov, **common)
+        case "lars":
+            return Lars(
+                layout,
+                device,
+                momentum=optim.momentum,
+                trust_coefficient=optim.trust_coefficient,
+                epsilon=optim.epsilon,
+                **common,
+            )
+        case "lamb":
+            return Lamb(layout, device, epsilon=optim.lamb_epsilon, **betas, **common)
+        case "adamw":
+            return AdamW(layout, device, epsilon=optim.adamw_epsilon, **betas, **common)
 
 
 def build_loss_scale(config: RunConfig, layout: Layout, device: torch.device) -> LossScale | None:

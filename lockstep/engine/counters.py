@@ -17,7 +17,7 @@ from lockstep.engine.checkpoint import Checkpoint, DamagedCheckpoint
 
 MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in every format here
 MAX_RANKS = 1 << 20
-RULES = ("sgd", "lars", "lamb")
+RULES = ("sgd", "lars", "lamb", "adamw")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 

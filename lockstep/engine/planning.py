@@ -154,7 +154,7 @@ def _describe_pins(config: RunConfig) -> str:
     pins = []
     for section, keys in (
         (config.comm, ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division", "tune_s")),
-        (config.train, ("own_kernels", "cuda_graph", "compile")),
+        (config.train, ("accumulate", "own_kernels", "cuda_graph", "compile")),
     ):
         defaults = type(section).model_fields
         pins += [f"{key}={value}" for key in keys if (value := getattr(section, key)) != defaults[key].default]

@@ -35,7 +35,7 @@ from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import list_executions
 from lockstep.plan.device import BatchTime, DeviceInput, DeviceProfile, LayerTime, SlotReady
-from lockstep.plan.plan import Execution
+from lockstep.plan.plan import Execution, InputPlan
 
 GPU_BATCHES = (16, 32, 64, 128, 256, 512)
 CPU_BATCHES = (4, 8, 16)
@@ -286,16 +286,31 @@ def measure_input(config: RunConfig, world: World, source: Source) -> DeviceInpu
     train = config.train.model_copy(update={"global_batch": min(INPUT_BATCH, source.num_samples)})
     data = config.data.model_copy(update={"resident": "off", "image_sizes": ()})
     config = config.model_copy(update={"train": train, "data": data})
-    plan = replace(plan_input(config, world), decoder="cpu", threads=1, read_processes=0, prefetch_batches=2)
+    usual = plan_input(config, world)
+    by_core = replace(usual, decoder="cpu", threads=1, read_processes=0, prefetch_batches=2)
+    samples = range(0, source.num_samples, max(1, source.num_samples // SAMPLED_FILES))
+    sizes = [len(source.read(sample)) for sample in samples]
+    return DeviceInput(
+        "cpu",
+        _time_input(config, world, source, by_core),
+        sum(sizes) / len(sizes),
+        measure_copy(world.device),
+        # Where the device decodes; its threads read and parse, and the host's cores are counted apart.
+        _time_input(config, world, source, replace(usual, decoder="nvjpeg")) if usual.decoder != "cpu" else 0.0,
+    )
+
+
+def _time_input(config: RunConfig, world: World, source: Source, plan: InputPlan) -> float:
+    """Images a second that an input makes ready while nothing else is done."""
     with build_train_pipeline(config, world, source, Cursor(), plan) as pipeline:
         for _ in range(3):  # what is ahead was made before the clock began
             next(pipeline)
         begun, count = time.perf_counter(), 0
         while (passed := time.perf_counter() - begun) < INPUT_S:
             count += len(next(pipeline).labels)
-    samples = range(0, source.num_samples, max(1, source.num_samples // SAMPLED_FILES))
-    sizes = [len(source.read(sample)) for sample in samples]
-    return DeviceInput("cpu", count / passed, sum(sizes) / len(sizes), measure_copy(world.device))
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+    return count / passed
 
 
 def measure_copy(device: torch.device) -> float:

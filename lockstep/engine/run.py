@@ -178,12 +178,16 @@ def explain_failures(world: World) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise LockstepError(f"Rank {world.rank} is out of device memory; lower train.max_batch_per_rank.") from error
+        raise LockstepError(
+            f"Rank {world.rank} is out of device memory; lower train.max_batch_per_rank, or raise train.accumulate "
+            "where that is given."
+        ) from error
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
         raise LockstepError(
-            "A rank's share of the last batch is one sample, too few for batch norm; change train.global_batch."
+            "A pass of a rank's share is one sample, too few for batch norm; change train.global_batch, or lower "
+            "train.accumulate where that is given."
         ) from error
     except MemoryError as error:
         raise LockstepError(_describe_want(world)) from error

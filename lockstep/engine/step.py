@@ -1,6 +1,7 @@
 """One training step, top to bottom: the spine of the system (steps 6 to 9 on the walk)."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -57,8 +58,8 @@ def update_weights(parts: Parts) -> None:
     parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
 
 
-def split_batch(count: int, max_size: int) -> Iterator[tuple[slice, bool]]:
-    """`count` samples in passes of at most `max_size` that differ by at most one; nothing for an empty batch."""
-    num_passes = -(-count // max_size)
+def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:
+    """`count` samples in ⌈count / size⌉ passes that differ by at most one; nothing for an empty batch."""
+    num_passes = -(-count // size)
     for index in range(num_passes):
         yield slice(count * index // num_passes, count * (index + 1) // num_passes), index == num_passes - 1

@@ -1,8 +1,12 @@
 """A whole update of all slots in three launches: norms by tile, rates by slot, update by tile (step 9 of the walk).
 
-The flat arrays are cut into tiles that never cross a slot; a table of them lies on the device. SGD needs no norms, and
-without a loss scale nothing but the last launch. LARS moves 26 bytes a parameter with half gradients: 6 to read weights
-and gradients for the norms, 20 to read and write them with momentum and the half copy.
+The flat arrays are cut into tiles that never cross a slot; a table of them lies on the device. SGD and AdamW need no
+norms, and without a loss scale no pass but the last. LARS moves 26 bytes a parameter with half gradients: 6 to read
+weights and gradients for the norms, 20 to read and write them with momentum and the half copy.
+
+Clipping needs the norm of all gradients: one launch more, of a single program, adds up what the tiles have. Where no
+launch has their squares anyway it takes a pass over the gradients, 2 bytes a parameter: for SGD and AdamW without a
+loss scale, and for LAMB, whose squares are those of an r that is made from clipped gradients.
 """
 
 import math
@@ -13,11 +17,14 @@ import torch
 import triton
 from torch import Tensor
 
-from lockstep.kernels.norms import INVERSE, UNIT, settle_slots, sum_tiles
+from lockstep.kernels.norms import CLIP, INVERSE, NUM_CONTROLS, UNIT, settle_clip, settle_slots, sum_tiles
 from lockstep.kernels.updates import update_tiles
 from lockstep.layout import ALIGNMENT, Layout, align
 
+# By rule: whether every slot has a rate of its own, from norms, and whether it keeps Adam's two moments.
+RULES = {"sgd": (False, False), "lars": (True, False), "lamb": (True, True), "adamw": (False, True)}
 SETTLE_BLOCK = 1024  # tile sums a slot's program adds at a time
+CLIP_BLOCK = 4096  # and the one program that adds up all of them
 
 assert UNIT.value == ALIGNMENT
 
@@ -46,7 +53,7 @@ class Scale(Protocol):
 
 
 class FlatUpdate:
-    """SGD, LARS or LAMB over flat arrays; deterministic, and the host waits for nothing."""
+    """SGD, LARS, LAMB or AdamW over flat arrays; deterministic, and the host waits for nothing."""
 
     def __init__(
         self,
@@ -61,10 +68,12 @@ class FlatUpdate:
         epsilon: float = 0.0,
         beta1: float = 0.0,
         beta2: float = 0.0,
+        clip_norm: float = 0.0,
         tiling: Tiling | None = None,
     ) -> None:
         self.tiling = tiling or Tiling()
-        self._rule = rule
+        self._adapts, self._has_moments = RULES[rule]
+        self._clip_norm = clip_norm
         self._split = layout.split
         self._num_slots = len(layout.slots)
         self._momentum, self._nesterov = momentum, nesterov
@@ -81,7 +90,7 @@ class FlatUpdate:
         self._partials = torch.zeros(2 * self._num_tiles, device=device)
         self._rates = torch.zeros(self._num_slots, device=device)
         self._is_bad = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
-        self._control = torch.zeros(4, device=device)
+        self._control = torch.zeros(NUM_CONTROLS, device=device)
         self._is_scaled = False  # whether the last step had a loss scale
 
     def step(
@@ -102,10 +111,12 @@ class FlatUpdate:
         half = weights if half_weights is None else half_weights  # never touched where nothing is half
         # Without a scale these are never touched either.
         state = count if scale is None else scale.state
-        switches = {"RULE": self._rule, "SCALED": scale is not None}
+        switches = {"SCALED": scale is not None, "CLIPPED": self._clip_norm > 0}
+        rule = {"ADAPTS": self._adapts, "MOMENTS": self._has_moments}
         tiling = self.tiling
         shape = {"BLOCK": tiling.block, "HALF_VECTOR": tiling.half_vector, "num_warps": tiling.num_warps}
-        if self._rule != "sgd" or scale is not None:
+
+        def add_squares(*, of_weights: bool, of_direction: bool) -> None:
             sum_tiles[(self._num_tiles,)](
                 self._tiles,
                 weights,
@@ -122,9 +133,28 @@ class FlatUpdate:
                 **self._moments,
                 **self._logarithms,
                 epsilon=self._epsilon,
+                WEIGHTS=of_weights,
+                DIRECTION=of_direction,
                 **switches,
                 **shape,
             )
+
+        is_lamb = self._adapts and self._has_moments
+        if self._clip_norm:
+            add_squares(of_weights=self._adapts and not is_lamb, of_direction=False)
+            settle_clip[(1,)](
+                self._partials,
+                self._num_tiles,
+                state,
+                self._control,
+                self._clip_norm,
+                SCALED=scale is not None,
+                BLOCK=CLIP_BLOCK,
+                num_warps=8,
+            )
+        if is_lamb or (not self._clip_norm and (self._adapts or scale is not None)):
+            add_squares(of_weights=self._adapts, of_direction=is_lamb)
+        if self._adapts or self._has_moments or scale is not None:
             settle_slots[(self._num_slots,)](
                 self._slots,
                 self._decays,
@@ -140,6 +170,7 @@ class FlatUpdate:
                 self._trust_coefficient,
                 self._epsilon,
                 **self._logarithms,
+                **rule,
                 **switches,
                 BLOCK=SETTLE_BLOCK,
                 num_warps=4,
@@ -167,6 +198,7 @@ class FlatUpdate:
             **self._moments,
             epsilon=self._epsilon,
             **_limits(scale),
+            **rule,
             **switches,
             NESTEROV=self._nesterov,
             REVERSE=tiling.reverse,
@@ -176,8 +208,8 @@ class FlatUpdate:
         )
 
     def read_sums(self) -> tuple[Tensor, Tensor] | None:
-        """By slot, the two sums of squares that the last rates came from, as `sum_tiles` has them; None for SGD."""
-        if self._rule == "sgd":
+        """By slot, the two sums of squares that the last rates came from, as `sum_tiles` has them; None if none did."""
+        if not self._adapts:
             return None
         sums = self._partials.new_zeros(2, self._num_slots)
         first, second = sums.index_add_(1, self._tiles[:, 0], self._partials.view(2, -1))
@@ -186,6 +218,10 @@ class FlatUpdate:
     def read_inverse_scale(self) -> Tensor:
         """1 / the loss scale of the last step; 1 without one."""
         return self._control[INVERSE.value] if self._is_scaled else torch.ones_like(self._control[0])
+
+    def read_clip(self) -> Tensor:
+        """What the last step's gradients were multiplied by to clip them; 1 if they are never clipped."""
+        return self._control[CLIP.value] if self._clip_norm else torch.ones_like(self._control[0])
 
 
 def cut_tiles(layout: Layout, block: int) -> tuple[list[tuple[int, int, int]], list[tuple[int, int, int]]]:

@@ -1,7 +1,8 @@
-"""The first two of the three launches of a fused update: what the rates depend on, in one pass.
+"""What comes before the last launch of a fused update: what the rates depend on, in one pass.
 
-`sum_tiles` adds up squares tile by tile, `settle_slots` adds up each slot's tiles, always in the same order and without
-atomics, so that every rank and every run gets the same bits. The plain version is `optim/rule.py` with its rules.
+`sum_tiles` adds up squares tile by tile, `settle_clip` adds up all of them, `settle_slots` each slot's, always in the
+same order and without atomics, so that every rank and every run gets the same bits. The plain version is
+`optim/rule.py` with its rules.
 """
 
 import triton
@@ -11,11 +12,14 @@ import triton.language as tl
 # tells the compiler that it may load 128 bits at a time.
 UNIT = tl.constexpr(32)
 # Places in `control`, what the launches of one step tell each other: whether any slot is not finite, 1 / loss scale,
-# 1 − β₁ᵗ and 1 − β₂ᵗ. The last launch changes scale and count, so the others' values are kept here meanwhile.
+# 1 − β₁ᵗ and 1 − β₂ᵗ, and what clipping multiplies the gradients by. The last launch changes scale and count, so the
+# others' values are kept here meanwhile.
 BAD = tl.constexpr(0)
 INVERSE = tl.constexpr(1)
 CORRECTION1 = tl.constexpr(2)
 CORRECTION2 = tl.constexpr(3)
+CLIP = tl.constexpr(4)
+NUM_CONTROLS = 5
 
 
 @triton.jit
@@ -54,8 +58,8 @@ def one_minus_power(log_base, t):
 
 
 @triton.jit
-def lamb_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon):
-    """LAMB's new moments and its r = m̂/(√v̂ + ε) + wd·w."""
+def adamw_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon):
+    """The new moments of AdamW and LAMB and their r = m̂/(√v̂ + ε) + wd·w."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     # The quick root and quotient of a GPU are off by a few units in the last place, which the norm of r would add up.
@@ -85,12 +89,14 @@ def sum_tiles(
     rest2,
     log_beta2,
     epsilon,
-    RULE: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    DIRECTION: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
+    CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Per tile Σw² and Σg², for LAMB Σw² and Σr²; a gradient that is not finite makes the second sum so.
+    """Per tile Σw² if `WEIGHTS`, and Σg² or, if `DIRECTION`, LAMB's Σr²; what is not finite in g makes that sum so.
 
     Gradients are squared as they come, scaled: FP32 holds the squares of all FP16 numbers. LAMB writes no moments yet,
     because the step may be skipped; reading them twice costs no more than writing them first.
@@ -100,23 +106,39 @@ def sum_tiles(
     lanes = tl.arange(0, BLOCK)
     mask = lanes < length
     offsets = start + lanes
-    if RULE != "sgd":
+    if WEIGHTS:
         w = tl.load(weights + offsets, mask, other=0.0)
         tl.store(partials + tile, tl.sum(w * w, axis=0))
     g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HALF_VECTOR)
-    if RULE == "lamb":
+    if DIRECTION:
         if SCALED:
             g = g / tl.load(scale)
+        if CLIPPED:
+            g = g * tl.load(control + CLIP)
         t = tl.load(count) + 1
         m = tl.load(first + offsets, mask, other=0.0)
         v = tl.load(second + offsets, mask, other=0.0)
         correction1, correction2 = one_minus_power(log_beta1, t), one_minus_power(log_beta2, t)
         decay = tl.load(decays + slot)
-        _, _, g = lamb_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon)
+        _, _, g = adamw_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon)
         g = tl.where(mask, g, 0.0)
     tl.store(partials + num_tiles + tile, tl.sum(g * g, axis=0))
     if tile == 0:
         tl.store(control + BAD, 0.0)
+
+
+@triton.jit
+def settle_clip(partials, num_tiles, scale, control, clip_norm, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    """One program: what brings all gradients together down to the norm `clip_norm`; 1 where they are below it."""
+    lanes = tl.arange(0, BLOCK)
+    squares = tl.zeros([BLOCK], tl.float32)
+    for block in range(0, num_tiles, BLOCK):
+        squares += tl.load(partials + num_tiles + block + lanes, block + lanes < num_tiles, other=0.0)
+    norm = tl.sqrt_rn(tl.sum(squares, axis=0))
+    if SCALED:
+        norm = norm / tl.load(scale)
+    # A norm that is no number is not above: each slot must tell by itself whether it is finite.
+    tl.store(control + CLIP, tl.div_rn(clip_norm, tl.where(norm > clip_norm, norm, clip_norm)))
 
 
 @triton.jit
@@ -136,8 +158,10 @@ def settle_slots(
     epsilon,
     log_beta1,
     log_beta2,
-    RULE: tl.constexpr,
+    ADAPTS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     SCALED: tl.constexpr,
+    CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program a slot: its norms, its rate lr·λ, and whether its gradient is finite."""
@@ -149,7 +173,7 @@ def settle_slots(
     g_lanes = tl.zeros([BLOCK], tl.float32)
     for block in range(begin, end, BLOCK):
         mask = block + lanes < end
-        if RULE != "sgd":
+        if ADAPTS:
             w_lanes += tl.load(partials + block + lanes, mask, other=0.0)
         g_lanes += tl.load(partials + num_tiles + block + lanes, mask, other=0.0)
     w_norm = tl.sqrt(tl.sum(w_lanes, axis=0))
@@ -160,11 +184,13 @@ def settle_slots(
         inverse = 1.0 / tl.load(scale)
     trusted = adapts & (w_norm > 0) & (g_norm > 0)
     rate = tl.load(lr)
-    if RULE == "lars":
-        decayed = g_norm * inverse + tl.load(decays + slot) * w_norm + epsilon
-        rate *= tl.where(trusted, trust_coefficient * w_norm / tl.where(trusted, decayed, 1.0), 1.0)
-    if RULE == "lamb":
-        rate *= tl.where(trusted, w_norm / tl.where(trusted, g_norm, 1.0), 1.0)
+    if ADAPTS:
+        divisor = g_norm  # LAMB's is that of r
+        if not MOMENTS:
+            if CLIPPED:
+                divisor *= tl.load(control + CLIP)
+            divisor = divisor * inverse + tl.load(decays + slot) * w_norm + epsilon
+        rate *= tl.where(trusted, trust_coefficient * w_norm / tl.where(trusted, divisor, 1.0), 1.0)
     tl.store(rates + slot, rate)
     if SCALED:
         bad = ((g_square < float("inf")) == 0).to(tl.int32)
@@ -175,7 +201,7 @@ def settle_slots(
     if slot == 0:
         if SCALED:
             tl.store(control + INVERSE, inverse)
-        if RULE == "lamb":
+        if MOMENTS:
             t = tl.load(count) + 1
             tl.store(control + CORRECTION1, one_minus_power(log_beta1, t))
             tl.store(control + CORRECTION2, one_minus_power(log_beta2, t))

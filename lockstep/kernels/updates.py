@@ -1,4 +1,4 @@
-"""The last of the three launches of a fused update: moments, master weights and half weights in one pass.
+"""The last launch of a fused update: moments, master weights and half weights in one pass.
 
 A step that is skipped reads and writes none of the arrays. The plain version is `optim/rule.py` with its rules.
 """
@@ -8,11 +8,12 @@ import triton.language as tl
 
 from lockstep.kernels.norms import (
     BAD,
+    CLIP,
     CORRECTION1,
     CORRECTION2,
     INVERSE,
+    adamw_direction,
     half_offsets,
-    lamb_direction,
     load_gradient,
     read_tile,
 )
@@ -64,7 +65,8 @@ def update_tile(
     beta2,
     rest2,
     epsilon,
-    RULE: tl.constexpr,
+    ADAPTS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
@@ -78,25 +80,25 @@ def update_tile(
     # Weights and gradients may still be in the cache from the first launch; the rest must not push them out.
     w = tl.load(weights + offsets, mask, other=0.0)
     m = tl.load(first + offsets, mask, other=0.0, eviction_policy=EVICT)
-    if RULE == "lamb":
+    if MOMENTS:
         v = tl.load(second + offsets, mask, other=0.0, eviction_policy=EVICT)
     g = load_gradient(half_gradients, gradients, start, split, lanes, mask, HALF_VECTOR) * inverse
     decay = tl.load(decays + slot)
-    if RULE == "sgd":
+    if MOMENTS:
+        correction1, correction2 = tl.load(control + CORRECTION1), tl.load(control + CORRECTION2)
+        m, v, r = adamw_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon)
+        w -= tl.load(rates + slot) * r
+        tl.store(second + offsets, v, mask, eviction_policy=EVICT)
+    elif ADAPTS:
+        m = momentum * m + tl.load(rates + slot) * (g + decay * w)
+        w -= m
+    else:
         d = g + decay * w
         m = momentum * m + d
         if NESTEROV:
             w -= tl.load(lr) * (d + momentum * m)
         else:
             w -= tl.load(lr) * m
-    elif RULE == "lars":
-        m = momentum * m + tl.load(rates + slot) * (g + decay * w)
-        w -= m
-    else:
-        correction1, correction2 = tl.load(control + CORRECTION1), tl.load(control + CORRECTION2)
-        m, v, r = lamb_direction(g, w, m, v, decay, beta1, rest1, beta2, rest2, correction1, correction2, epsilon)
-        w -= tl.load(rates + slot) * r
-        tl.store(second + offsets, v, mask, eviction_policy=EVICT)
     tl.store(first + offsets, m, mask, eviction_policy=EVICT)
     tl.store(weights + offsets, w, mask, eviction_policy=EVICT)
     if start < split:
@@ -134,10 +136,12 @@ def update_tiles(
     growth_steps,
     floor,
     ceiling,
-    RULE: tl.constexpr,
+    ADAPTS: tl.constexpr,
+    MOMENTS: tl.constexpr,
     NESTEROV: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
+    CLIPPED: tl.constexpr,
     REVERSE: tl.constexpr,
     EVICT: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -153,6 +157,8 @@ def update_tiles(
     if SCALED:
         bad = tl.load(control + BAD)
         inverse = tl.load(control + INVERSE)
+    if CLIPPED:
+        inverse *= tl.load(control + CLIP)
     if bad == 0:
         update_tile(
             tiles,
@@ -175,7 +181,8 @@ def update_tiles(
             beta2,
             rest2,
             epsilon,
-            RULE,
+            ADAPTS,
+            MOMENTS,
             NESTEROV,
             HALF_VECTOR,
             EVICT,

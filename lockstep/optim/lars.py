@@ -24,9 +24,10 @@ class Lars(Rule):
         weight_decay: float = 1e-4,
         trust_coefficient: float = 0.001,
         epsilon: float = 0.0,
+        clip_norm: float = 0.0,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(layout, device, ("momentum",), fused)
+        super().__init__(layout, device, ("momentum",), clip_norm, fused)
         self.momentum = momentum
         self.weight_decay = weight_decay
         self.trust_coefficient = trust_coefficient
@@ -44,18 +45,12 @@ class Lars(Rule):
         slots = self.segments
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
         self._trust = trust = self._ratios(w_norm, g_norm)
-        if self.measures:
-            self._seen = w_norm, g_norm
-
         slots.add_decay(gradients, weights, self.weight_decay)
         slots.scale(gradients, lr * trust)
         momentum = slots.split(self._state["momentum"])
         for update, v in zip(gradients, momentum, strict=True):
             torch.add(update, v, alpha=self.momentum, out=v)
         torch._foreach_sub_(weights, momentum)
-
-    def _look(self, weights: Slots, gradients: Slots) -> None:
-        """An update needs the norms anyway, and keeps them itself."""
 
     def _ratios(self, w_norm: Tensor, g_norm: Tensor) -> Tensor:
         decayed_norm = g_norm + self.weight_decay * self.segments.decay * w_norm

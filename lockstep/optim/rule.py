@@ -2,7 +2,7 @@
 
 A rule sees weights as a flat array with zeros between the slots, and gradients as flat arrays or slot by slot. On a GPU
 one fused update of `kernels/flat_update.py` does all of it; the plain version here is its documentation and its oracle:
-cast the gradients to FP32, unscale, update slot by slot, and put everything back if they were not finite.
+cast the gradients to FP32, unscale, clip, update slot by slot, and put everything back if they were not finite.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +31,7 @@ class Norms(NamedTuple):
     """What a step saw of every slot, on the device: norms, and the trust ratio where the rule has one."""
 
     weights: Tensor
-    gradients: Tensor  # summed over ranks, without the loss scale
+    gradients: Tensor  # summed over ranks, without the loss scale, before they were clipped
     trust: Tensor | None
     inverse: Tensor  # 1 / the loss scale of that step
 
@@ -79,12 +79,21 @@ class Rule(ABC):
     """An update rule and its state."""
 
     def __init__(
-        self, layout: Layout, device: torch.device | str, state_names: tuple[str, ...], fused: bool | None
+        self,
+        layout: Layout,
+        device: torch.device | str,
+        state_names: tuple[str, ...],
+        clip_norm: float,
+        fused: bool | None,
     ) -> None:
-        """`fused`: by the kernels or by the plain version; None lets the device decide."""
+        """`clip_norm`: what the norm of all gradients together is brought down to; 0 leaves them.
+
+        `fused`: by the kernels or by the plain version; None lets the device decide.
+        """
         device = torch.device(device)
         self.layout = layout
         self.segments = Segments(layout, device)
+        self.clip_norm = clip_norm
         self.is_fused = device.type == "cuda" and has_triton() if fused is None else fused
         self._kernels: FlatUpdate | None = None
         # Steps taken without those skipped; on the device, because only there is known what was skipped.
@@ -92,9 +101,7 @@ class Rule(ABC):
         self._state = {name: torch.zeros(layout.numel, device=device) for name in state_names}
         self.measures = False  # whether steps keep their norms for `read_norms`
         self._seen: tuple[Tensor, Tensor] | None = None  # norms of weights and gradients
-        self._trust: Tensor | None = (
-            None  # the last step's trust ratios, where the rule has them and the kernels do not
-        )
+        self._trust: Tensor | None = None  # the last step's ratios, where the rule has them and the kernels do not
         self._inverse = torch.ones((), device=device)  # 1 / the loss scale of the last step
 
     @torch.no_grad()
@@ -120,7 +127,9 @@ class Rule(ABC):
         else:
             slots = self.segments.split(self._to_fp32(*gradients))
         if scale is None:
-            self._look(self.segments.split(weights), slots)
+            self._look(weights, slots)
+            if self.clip_norm:
+                self._clip(slots, self.segments.norms(slots))
             self._update(self.segments.split(weights), slots, lr)
             self.count += 1
         else:
@@ -139,8 +148,11 @@ class Rule(ABC):
     def _update_if_finite(self, weights: Tensor, gradients: Slots, lr: Tensor, scale: LossScale) -> None:
         self._inverse = 1.0 / scale.factor
         torch._foreach_mul_(gradients, self._inverse)
-        self._look(self.segments.split(weights), gradients)
-        counts = scale.settle(self.segments.norms(gradients).isfinite())
+        self._look(weights, gradients)
+        norms = self.segments.norms(gradients)
+        counts = scale.settle(norms.isfinite())
+        if self.clip_norm:
+            self._clip(gradients, norms)
         arrays = (weights, *self._state.values())
         before = [array.clone() for array in arrays]
         self._update(self.segments.split(weights), gradients, lr)
@@ -148,10 +160,15 @@ class Rule(ABC):
             torch.where(counts, array, old, out=array)
         self.count += counts
 
-    def _look(self, weights: Slots, gradients: Slots) -> None:
+    def _clip(self, gradients: Slots, norms: Tensor) -> None:
+        """Scale gradients whose norm over all slots is above c to a norm of c (Pascanu et al. 2013, algorithm 1)."""
+        c = self.clip_norm
+        torch._foreach_mul_(gradients, c / norms.norm().clamp(min=c))
+
+    def _look(self, weights: Tensor, gradients: Slots) -> None:
         """Keep the norms if asked to: an update leaves the gradients as scratch."""
         if self.measures:
-            self._seen = self.segments.norms(weights), self.segments.norms(gradients)
+            self._seen = self.segments.norms(self.segments.split(weights)), self.segments.norms(gradients)
 
     @torch.no_grad()
     def read_norms(self, weights: Tensor, gradients: tuple[Tensor, Tensor]) -> Norms | None:
@@ -170,10 +187,13 @@ class Rule(ABC):
         rest = [full.narrow(0, s.offset - split, s.numel) for s in self.layout.slots if not s.half]
         g_norm = torch.cat([self.segments.norms(part) for part in (slots, rest) if part])
         inverse = self._kernels.read_inverse_scale()
+        g_norm *= inverse
         sums = self._kernels.read_sums()
-        w_norm = self.segments.norms(self.segments.split(weights)) if sums is None else sums[0].sqrt()
-        trust = None if sums is None else self._read_trust(w_norm, g_norm * inverse, sums[1].sqrt())
-        return Norms(w_norm, g_norm * inverse, trust, inverse)
+        if sums is None:
+            return Norms(self.segments.norms(self.segments.split(weights)), g_norm, None, inverse)
+        w_norm, second_norm = (square.sqrt() for square in sums)
+        trust = self._read_trust(w_norm, g_norm * self._kernels.read_clip(), second_norm)
+        return Norms(w_norm, g_norm, trust, inverse)
 
     def _read_trust(self, w_norm: Tensor, g_norm: Tensor, second_norm: Tensor) -> Tensor | None:
         """The trust ratios from the kernels' sums, whose second is of what the rule divides by; None: it has none."""
@@ -188,7 +208,9 @@ class Rule(ABC):
         from lockstep.kernels.flat_update import FlatUpdate
 
         name, device = type(self).__name__.lower(), self.count.device
-        self._kernels = FlatUpdate(self.layout, device, name, tiling=tiling, **self.constants())
+        self._kernels = FlatUpdate(
+            self.layout, device, name, clip_norm=self.clip_norm, tiling=tiling, **self.constants()
+        )
         return self._kernels
 
     @property

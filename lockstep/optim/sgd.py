@@ -23,9 +23,10 @@ class Sgd(Rule):
         momentum: float = 0.9,
         nesterov: bool = False,
         weight_decay: float = 1e-4,
+        clip_norm: float = 0.0,
         fused: bool | None = None,
     ) -> None:
-        super().__init__(layout, device, ("momentum",), fused)
+        super().__init__(layout, device, ("momentum",), clip_norm, fused)
         self.momentum = momentum
         self.nesterov = nesterov
         self.weight_decay = weight_decay
@@ -43,7 +44,7 @@ class Sgd(Rule):
             torch._fused_sgd_(
                 w,
                 g,
-                v,
+                v if self.momentum else [],  # without momentum PyTorch's kernel takes no place for it
                 weight_decay=weight_decay,
                 momentum=self.momentum,
                 lr=lr,

@@ -1,10 +1,11 @@
 """A device profile for hardware that nobody here has: a measured one, scaled to a published rate. Torch-free.
 
-Each pass of each layer is taken apart in three. What it takes however small the batch is (launches, waits between
-kernels) stays. What its arrays take to travel goes by the devices' bandwidths: an array that is kept is written, read
-by the next layer and read on the way back, and its gradient is written and read. The rest goes by their speeds of
-multiplication. One factor on all of it, the same for every batch and layer, then meets the published rate at its batch:
-it says how much more or less the published software makes of its device than ours of the measured one.
+Each pass of each layer is taken apart in three. What its arrays take to travel goes by the devices' bandwidths: an
+array that is kept is written, read by the next layer and read on the way back, and its gradient is written and read.
+The rest goes by their speeds of multiplication. What it takes however small the batch is becomes longer as those two
+do: it is taken for work that too few images leave undivided, not for launches and waits, which would stay as they
+are. One factor on all of it, the same for every batch and layer, then meets the published rate at its batch: it says
+how much more or less the published software makes of its device than ours of the measured one.
 """
 
 from bisect import bisect_left
@@ -28,6 +29,7 @@ class Datasheet:
     bandwidth: float
     memory_bytes: int
     precision: str = "fp16"
+    decodes: bool = False  # JPEGs, by engines like those of the device that was measured
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Rate:
 
 
 DATASHEETS = {
-    "h200": Datasheet("NVIDIA H200 SXM", 989e12, 4.8e12, 141 * 10**9),
-    "h100": Datasheet("NVIDIA H100 SXM", 989e12, 3.35e12, 80 * 10**9),
+    "h200": Datasheet("NVIDIA H200 SXM", 989e12, 4.8e12, 141 * 10**9, decodes=True),
+    "h100": Datasheet("NVIDIA H100 SXM", 989e12, 3.35e12, 80 * 10**9, decodes=True),
     "a100": Datasheet("NVIDIA A100 SXM 80 GB", 312e12, 2.039e12, 80 * 10**9),
     "v100": Datasheet("NVIDIA V100 SXM2 16 GB", 125e12, 0.9e12, 16 * 10**9),
     "p100": Datasheet("NVIDIA P100 SXM2", 10.6e12, 0.732e12, 16 * 10**9, "fp32"),
@@ -68,8 +70,10 @@ def derive(measured: DeviceProfile, known: Datasheet, wanted: Datasheet, factor:
     if len(rows) < 2:
         raise LockstepError(f"A profile of {measured.device} at one batch tells too little to derive another from.")
     scaling = _Scaling(known, wanted, factor)
+    made = measured.input
     return replace(
         measured,
+        input=made if made is None or wanted.decodes else replace(made, device_images_s=0.0),
         device=wanted.name,
         precision=wanted.precision,
         source="derived",
@@ -150,7 +154,9 @@ class _Scaling:
         fixed_s = min(fixed_s, seconds)
         travel_s = min(seconds - fixed_s, travelling_bytes / self._known.bandwidth)
         rest_s = seconds - fixed_s - travel_s
-        return self._factor * (fixed_s + travel_s * self._by_bandwidth + rest_s * self._by_flops)
+        scaled_s = travel_s * self._by_bandwidth + rest_s * self._by_flops
+        growth = scaled_s / (travel_s + rest_s) if seconds > fixed_s else self._by_flops
+        return self._factor * (fixed_s * growth + scaled_s)
 
 
 def bend(moment_s: float, old: Sequence[float], new: Sequence[float]) -> float:

@@ -70,6 +70,7 @@ class DeviceInput:
     images_per_core_s: float
     image_bytes: float  # of an encoded image, on average
     copy_bytes_s: float  # from the host to the device; 0: nothing is copied
+    device_images_s: float = 0.0  # that the device decodes by itself, beside its host's cores
 
 
 @dataclass(frozen=True)
@@ -263,4 +264,5 @@ def _read_input(table: dict[str, Any]) -> DeviceInput:
     if not (read_time(found.images_per_core_s) and read_time(found.image_bytes)):
         raise ValueError("an input that makes no images")
     read_time(found.copy_bytes_s)
+    read_time(found.device_images_s)
     return found

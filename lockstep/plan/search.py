@@ -228,11 +228,12 @@ def _input_costs(case: Case) -> dict[str, float]:
         return {}
     images = case.batch * case.shape.per_node
     per_core = facts.images_per_core_s if facts else IMAGES_PER_CORE_S
+    decoded = per_core * (machine.cores_per_node or 0) + (facts.device_images_s if facts else 0.0) * case.shape.per_node
     image_bytes = facts.image_bytes if facts else workload.image_bytes
     copied = PIXEL_BYTES * workload.image_size**2 * case.batch
     return {
         "read_s": images * image_bytes / machine.storage_bytes_per_s if machine.storage_bytes_per_s else 0.0,
-        "decode_s": images / (per_core * machine.cores_per_node) if machine.cores_per_node else 0.0,
+        "decode_s": images / decoded if machine.cores_per_node else 0.0,
         "copy_s": copied / facts.copy_bytes_s if facts and facts.copy_bytes_s else 0.0,
     }
 
@@ -308,9 +309,10 @@ def _need_input(case: Case, rate: float) -> InputNeed | None:
     if not workload.image_bytes:
         return None
     node_rate = rate / case.shape.num_nodes
+    by_devices = facts.device_images_s * case.shape.per_node if facts else 0.0
     return InputNeed(
         images_per_second=node_rate,
-        decode_cores=node_rate / (facts.images_per_core_s if facts else IMAGES_PER_CORE_S),
+        decode_cores=max(0.0, node_rate - by_devices) / (facts.images_per_core_s if facts else IMAGES_PER_CORE_S),
         storage_bytes_per_s=node_rate * (facts.image_bytes if facts else workload.image_bytes),
         cores=machine.cores_per_node,
         storage_limit_bytes_per_s=machine.storage_bytes_per_s,

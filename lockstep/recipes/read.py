@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig
+from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
@@ -43,8 +43,13 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, 
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """The recipe with `section.key=value` texts put in; values are TOML, and what is not TOML is a bare string."""
+    """The recipe with `section.key=value` texts put in; values are TOML, and what is not TOML is a bare string.
+
+    Another update rule takes the old one's own settings out of the recipe, and so does any choice of that kind; those
+    that are given here too stay, for validation to refuse.
+    """
     result = dict(raw)
+    given: set[str] = set()
     for override in overrides:
         key, equals, text = (part.strip() for part in override.partition("="))
         if not equals:
@@ -57,7 +62,23 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
             result[name] = _toml_value(text)
         elif isinstance(table := result.get(section, {}), dict):  # anything else is for validation to refuse
             result[section] = {**table, name: _toml_value(text)}
-    return result
+        given.add(key)
+    return {
+        name: _drop_idle(SECTIONS[name], table, given) if name in SECTIONS and isinstance(table, dict) else table
+        for name, table in result.items()
+    }
+
+
+def _drop_idle(model: type[Section], table: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """The table without the recipe's keys that a key among `given`, by its new value, leaves without effect."""
+
+    def is_idle(key: str) -> bool:
+        if key not in model.only_with or f"{model.section}.{key}" in given:
+            return False
+        switch, values = model.only_with[key]
+        return f"{model.section}.{switch}" in given and table[switch] not in values
+
+    return {key: value for key, value in table.items() if not is_idle(key)}
 
 
 def list_recipes() -> list[RecipeInfo]:

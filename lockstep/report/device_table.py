@@ -19,8 +19,9 @@ def describe_profile(profile: DeviceProfile) -> list[str]:
     ]
     if found := profile.input:
         copied = f"; {found.copy_bytes_s / 1e9:.1f} GB/s to the device" if found.copy_bytes_s else ""
+        by_device = f", {found.device_images_s:,.0f} decoded by the device" if found.device_images_s else ""
         lines.append(
-            f"input: {found.images_per_core_s:,.0f} images/s a core ({found.decoder}), "
+            f"input: {found.images_per_core_s:,.0f} images/s a core ({found.decoder}){by_device}, "
             f"{size(round(found.image_bytes))} an image{copied}"
         )
     return [line for line in lines if line]

@@ -34,7 +34,7 @@ def mlperf_command(
     run: Run,
     file: Annotated[Path | None, typer.Argument(help="RUN/mlperf.log if not given.", metavar="FILE")] = None,
 ) -> None:
-    """Write a run as MLPerf's log lines; MLPERF_SUBMISSION_ORG, _PLATFORM, _DIVISION and _STATUS say whose it is."""
+    """Write a run as MLPerf's log lines; MLPERF_SUBMISSION_ORG, _DIVISION and others say whose it is."""
     from lockstep.events import read_events
     from lockstep.report.mlperf import write_mlperf
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from lockstep.errors import LockstepError
 from lockstep.events import Evaluated, Event, LayersMeasured, Notice, RunEnded, RunStarted, StepDone, read_events
 from lockstep.files import write_whole
-from lockstep.report.mlperf import write_mlperf
+from lockstep.report.mlperf import check_submission, write_mlperf
 
 NAMES_FILE = "viewers.json"  # under which name a viewer knows the run
 PROJECT = "lockstep"
@@ -225,6 +225,8 @@ def parse_viewers(text: str) -> list[str]:
         package = VIEWERS[name][1]
         if package and not is_installed(package):
             raise LockstepError(f"--log {name} needs the package {package}; install it with: pip install {package}")
+    if "mlperf" in names:
+        check_submission(os.environ)
     return names
 
 

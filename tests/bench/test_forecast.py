@@ -8,7 +8,15 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import forecast_check
-from lockstep.bench.forecast_check import build_case_layout, describe_errors, list_settings, parse_shapes, predict, run
+from lockstep.bench.forecast_check import (
+    Row,
+    build_case_layout,
+    describe_errors,
+    list_settings,
+    parse_shapes,
+    predict,
+    run,
+)
 from lockstep.bench.forecast_ranks import Case, Message, Setting, Taking, Turn, read_busy, take_turns
 from lockstep.comm.world import join_world
 from lockstep.errors import LockstepError
@@ -81,4 +89,18 @@ def test_a_real_cluster_of_two_ranks_is_predicted(tmp_path: Path, monkeypatch: p
         # How well is for a quiet machine to say; here only that both are times of the same step.
         assert 0.05 < row.predicted_s / row.measured_s < 20
         assert row.predicted_s >= row.compute_s
-    assert describe_errors(rows) in stream.getvalue().replace("\n", " ")
+    assert all(line in stream.getvalue() for line in describe_errors(rows))
+
+
+def test_errors_are_told_of_all_settings_and_of_quiet_ones() -> None:
+    rows = [
+        Row(1, 2, "a", 1.0, 0.1, 0.0, 1.1, 0.1, 1.0, 0.1, 0.1),
+        Row(1, 2, "b", 1.0, 0.1, 0.5, 0.6, -0.4, 1.0, 0.1, 0.1),
+    ]
+    whole, quiet = describe_errors(rows)
+    assert "2 settings" in whole
+    assert "25.0 % on average" in whole
+    assert "40.0 % at worst (1x2, b)" in whole
+    assert "the 1 of them" in quiet
+    assert "10.0 % on average" in quiet
+    assert len(describe_errors(rows[:1])) == 1

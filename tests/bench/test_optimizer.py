@@ -31,15 +31,23 @@ def test_every_update_gets_a_row_with_its_floor(tmp_path: Path) -> None:
     rows = optimizer.run_bench(["resnet50"], rounds=2, json_file=tmp_path / "rows.json", console=console)
     assert [row.name for row in rows] == [
         "lockstep lars, plain",
+        "lockstep lars, clipped, plain",
         "lockstep lamb, plain",
+        "lockstep lamb, clipped, plain",
+        "lockstep adamw, plain",
+        "lockstep adamw, clipped, plain",
         "lockstep sgd, plain",
+        "lockstep sgd, clipped, plain",
         "torch SGD, fused",
         "torch SGD, foreach",
+        "torch AdamW, fused",
+        "torch AdamW, foreach",
         "LARS, torch._foreach",
         "LARS, loop over tensors",
     ]
     num_parameters = 4 * 27 + 4 + 8 + 16 + 2
-    assert [row.bytes for row in rows] == [num_parameters * count for count in (26, 42, 22, 20, 20, 28, 28)]
+    counts = (26, 26, 42, 44, 30, 30, 22, 22, 20, 20, 28, 28, 28, 28)
+    assert [row.bytes for row in rows] == [num_parameters * count for count in counts]
     assert all(row.median_s > 0 and row.floor_s > 0 for row in rows)
     written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     assert list(written[0]) == ["name", "model", "median_s", "spread_s", "bytes", "floor_s"]

@@ -8,12 +8,14 @@ from torch import nn
 from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 
 
-def small_config(compute: Any, comm: dict[str, Any] | None = None, **train: Any) -> RunConfig:
+def small_config(
+    compute: Any, comm: dict[str, Any] | None = None, optim: dict[str, Any] | None = None, **train: Any
+) -> RunConfig:
     """ResNet-18, a quarter as wide, on 16 images of 64 pixels."""
     return RunConfig(
         data=DataConfig(image_size=64),
         model=ModelConfig(name="resnet18", width=16),
-        optim=OptimConfig(name="lars", lr=0.1),
+        optim=OptimConfig(**{"name": "lars", "lr": 0.1} | (optim or {})),
         precision=PrecisionConfig(compute=compute),
         comm=CommConfig(**{"tune_s": 0.0} | (comm or {})),
         train=TrainConfig(global_batch=16, duration="1ep", **train),  # type: ignore[arg-type]

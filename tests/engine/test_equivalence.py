@@ -27,14 +27,20 @@ from tests.engine.conftest import tiny_config
 from tests.ranks import Backend, over_nccl, run_ranks
 
 RULES = {
-    "sgd": ["optim.name=sgd", "optim.trust_coefficient=0.001", "optim.lr=0.05"],
+    "sgd": ["optim.name=sgd", "optim.lr=0.05"],
     "lars": ["optim.lr=2.0", "optim.trust_coefficient=0.001"],
-    "lamb": ["optim.name=lamb", "optim.trust_coefficient=0.001", "optim.momentum=0.9", "optim.lr=0.01"],
+    "lamb": ["optim.name=lamb", "optim.lr=0.01"],
+    # A root far above that of the gradients: a weight whose gradient is mere rounding would go either way.
+    "adamw": ["optim.name=adamw", "optim.lr=0.01", "optim.adamw_epsilon=0.01"],
 }
+# Gradients here have a norm of about 0.3.
+CLIPPED = {f"{name}, clipped": [*RULES[name], "optim.clip_norm=0.1"] for name in ("lars", "adamw")}
 CASES = {
     **RULES,
+    **CLIPPED,
     "whole": [],
     "in passes": ["train.max_batch_per_rank=5"],
+    "accumulated, clipped": [*CLIPPED["lars, clipped"], "train.accumulate=4"],
     "few at the end": ["train.global_batch=43"],  # 130 samples leave one for the fourth step
 }
 # A GPU chooses another kernel for another share of the batch, which rounds in another order.
@@ -116,7 +122,7 @@ def check_samples(results: Results, alone: dict[str, Any]) -> None:
         assert torch.equal(image, alone["seen"][sample][1]), "the crop of a sample depends on the rank count"
 
 
-@pytest.mark.parametrize("optim", list(RULES))
+@pytest.mark.parametrize("optim", [*RULES, *CLIPPED])
 def test_any_number_of_ranks_gives_the_same_weights_and_sees_the_same_samples(
     train: Train, backend: Backend, optim: str
 ) -> None:
@@ -132,6 +138,17 @@ def test_any_number_of_ranks_gives_the_same_weights_and_sees_the_same_samples(
 
 def test_passes_of_a_step_add_up_to_the_whole(train: Train, backend: Backend) -> None:
     check_weights(train("in passes", 2)[0], train("whole", 1)[0], TOLERANCE[backend])
+
+
+def test_accumulated_passes_are_clipped_together(train: Train, backend: Backend) -> None:
+    check_weights(train("accumulated, clipped", 2)[0], train("lars, clipped", 1)[0], TOLERANCE[backend])
+
+
+@pytest.mark.parametrize("optim", ["lars", "adamw"])
+def test_clipping_changes_the_weights(train: Train, optim: str) -> None:
+    """Or the equality above would say nothing of it."""
+    clipped, whole = train(f"{optim}, clipped", 1)[0]["weights"], train(optim, 1)[0]["weights"]
+    assert max(torch.linalg.norm(clipped[name] - whole[name]) / torch.linalg.norm(whole[name]) for name in whole) > 5e-3
 
 
 def test_more_ranks_than_samples_in_the_last_batch(train: Train, backend: Backend) -> None:

@@ -66,7 +66,13 @@ def pick(lines: list[str], kind: type[Event]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("size", "settings"),
-    [(1, []), (1, ["precision.compute=fp16"]), (2, []), (2, ["comm.buffer_mb=0.1", "comm.algorithm=flat"])],
+    [
+        (1, []),
+        (1, ["precision.compute=fp16"]),
+        (1, ["optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=0.5"]),
+        (2, []),
+        (2, ["comm.buffer_mb=0.1", "comm.algorithm=flat"]),
+    ],
 )
 def test_no_weight_depends_on_what_is_measured(images: Path, tmp_path: Path, size: int, settings: list[str]) -> None:
     seen = run_ranks(train, size, images, tmp_path / "on", settings)
@@ -132,9 +138,7 @@ def test_every_rank_shows_its_steps_and_the_spans_add_up(images: Path, tmp_path:
 
 
 def test_several_ranks_estimate_the_noise(images: Path, tmp_path: Path) -> None:
-    (lines, _), _ = run_ranks(
-        train, 2, images, tmp_path, ["optim.name=sgd", "optim.lr=0.001", "optim.trust_coefficient=0.001"]
-    )
+    (lines, _), _ = run_ranks(train, 2, images, tmp_path, ["optim.name=sgd", "optim.lr=0.001", "optim.clip_norm=0.5"])
     found = [step.noise_scale for step in pick(lines, StepDone) if step.noise_scale is not None]
     assert all(noise > 0 for noise in found)
     assert not pick(lines, LayersMeasured)[0].trust_ratios

@@ -1,6 +1,7 @@
 """Half precision through the whole step: overflow, several ranks, checkpoints, and what goes wrong without FP32."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,13 @@ def build_network() -> nn.Module:
     )
 
 
-def build_parts(world: World, compute: str, *, max_batch: int = 256, optim: str = "lars", **precision: Any) -> Parts:
+def build_parts(
+    world: World, compute: str, *, max_batch: int = 256, optim: str = "lars", clip_norm: float = 0.0, **precision: Any
+) -> Parts:
     more = {"trust_coefficient": 0.02} if optim == "lars" else {}
     config = RunConfig.model_validate(
         {
-            "optim": {"name": optim, "lr": 1.0, **more},
+            "optim": {"name": optim, "lr": 1.0, "clip_norm": clip_norm, **more},
             "precision": {"compute": compute, **precision},
             "comm": {"buffer_mb": 0.001},
             "train": {"global_batch": 16, "duration": "9st", "max_batch_per_rank": max_batch},
@@ -91,11 +94,15 @@ def test_the_model_computes_in_half_but_for_batch_norm(compute: str) -> None:
     assert parts.model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb"])
-def test_fp16_and_bf16_train_like_fp32(optim: str) -> None:
-    world, lr = world_of_one(), {"sgd": 0.1, "lars": 1.0, "lamb": 0.02}[optim]
+@pytest.mark.parametrize(
+    ("optim", "lr", "clip_norm"),
+    [("sgd", 0.1, 0.0), ("lars", 1.0, 0.0), ("lamb", 0.02, 0.0), ("adamw", 0.02, 0.0), ("sgd", 0.5, 0.2)],
+)
+def test_fp16_and_bf16_train_like_fp32(optim: str, lr: float, clip_norm: float) -> None:
+    world = world_of_one()
     losses = {
-        compute: train(build_parts(world, compute, optim=optim), world, 12, lr) for compute in ("fp32", "fp16", "bf16")
+        compute: train(build_parts(world, compute, optim=optim, clip_norm=clip_norm), world, 12, lr)
+        for compute in ("fp32", "fp16", "bf16")
     }
     assert losses["fp32"][-1] < 0.6 * losses["fp32"][0]
     np.testing.assert_allclose(losses["fp16"], losses["fp32"], rtol=0.05, atol=0.02)
@@ -154,13 +161,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_training_goes_on(back
 
 
 def train_in_half(world: World) -> dict[str, Tensor]:
-    """Weights after three steps in each format, by format and parameter."""
+    """Weights after three steps in each format, clipped and not, by format and parameter."""
     weights = {}
-    for compute in HALF:
-        parts = build_parts(world, compute)
+    for compute, clip_norm in product(HALF, (0.0, 0.1)):
+        parts = build_parts(world, compute, clip_norm=clip_norm)
         parts.model[1].eval()  # statistics of a share are not those of the batch
         train(parts, world, 3)
-        weights |= {f"{compute} {name}": array for name, array in named_arrays(parts.weights, parts.layout).items()}
+        named = named_arrays(parts.weights, parts.layout)
+        weights |= {f"{compute} {clip_norm} {name}": array for name, array in named.items()}
     return weights
 
 
@@ -174,13 +182,15 @@ def test_ranks_agree_to_the_bit_and_with_one_rank_to_half_precision(backend: Bac
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-def test_a_half_run_resumes_bit_for_bit(compute: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("optim", "clip_norm"), [("lamb", 0.0), ("adamw", 0.0), ("adamw", 0.2)])
+def test_a_half_run_resumes_bit_for_bit(compute: str, optim: str, clip_norm: float, tmp_path: Path) -> None:
     world = world_of_one()
-    whole = build_parts(world, compute, optim="lamb", **({"growth_steps": 3} if compute == "fp16" else {}))
+    settings: dict[str, Any] = {"growth_steps": 3} if compute == "fp16" else {}
+    whole = build_parts(world, compute, optim=optim, clip_norm=clip_norm, **settings)
     train(whole, world, 2, lr=0.01)
     save_state(tmp_path, State(step=2), whole, world, ORDER, keep=1)
     train(whole, world, 3, lr=0.01)
-    resumed = build_parts(world, compute, optim="lamb", **({"growth_steps": 3} if compute == "fp16" else {}))
+    resumed = build_parts(world, compute, optim=optim, clip_norm=clip_norm, **settings)
     load_state(tmp_path, resumed, world, ORDER, pytest.fail)
     train(resumed, world, 3, lr=0.01)
     assert all(torch.equal(a, b) for a, b in zip(snapshot(resumed), snapshot(whole), strict=True))
@@ -217,10 +227,11 @@ def test_evaluation_runs_in_half(compute: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb"])
-def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str) -> None:
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1], ids=["", "clipped"])
+@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb", "adamw"])
+def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str, clip_norm: float) -> None:
     world = world_of_one()
-    parts = build_parts(world, compute, optim=optim)
+    parts = build_parts(world, compute, optim=optim, clip_norm=clip_norm)
     batch = build_batch(world)
     train_step(parts, batch, 0.01)  # compiles
     before = parts.weights.clone()

@@ -59,21 +59,48 @@ def draw_batches(config: RunConfig, world: World, count: int) -> list[Batch]:
     ]
 
 
+RATES = [0.1 / (number + 1) for number in range(8)]
+
+
+def train_both_ways(config: RunConfig, world: World, rates: list[float]) -> tuple[Tensor, Tensor]:
+    """The weights after a few steps, launched one by one and recorded."""
+    weights, counts = [], []
+    for execution in (OWN, RECORDED):
+        parts = build(config, world)
+        step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
+        for lr, batch in zip(rates, draw_batches(config, world, len(rates)), strict=True):
+            side = step(batch, lr, False)
+        weights.append(parts.weights.clone())
+        assert torch.isfinite(side[LOSS])
+        counts.append(parts.rule.step_count)
+    assert counts[0] == counts[1] > 0
+    return weights[0], weights[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp32"])
 def test_a_recording_gives_the_weights_of_launched_steps(compute: str) -> None:
-    config = small_config(compute)
     with join_world(None) as world:
-        weights = []
-        for execution in (OWN, RECORDED):
-            parts = build(config, world)
-            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
-            for number, batch in enumerate(draw_batches(config, world, 8)):
-                side = step(batch, 0.1 / (number + 1), False)
-            weights.append(parts.weights.clone())
-            assert torch.isfinite(side[LOSS])
-    difference = (weights[0] - weights[1]).norm() / weights[0].norm()
-    assert difference < {"fp16": 2e-3, "bf16": 1e-2, "fp32": 1e-4}[compute]
+        launched, recorded = train_both_ways(small_config(compute), world, RATES)
+    assert (launched - recorded).norm() / launched.norm() < {"fp16": 2e-3, "bf16": 1e-2, "fp32": 1e-4}[compute]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb", "adamw"])
+def test_a_recorded_step_accumulates_and_clips_with_every_rule_as_a_launched_one(optim: str, compute: str) -> None:
+    """Gradients have a norm of about 1.2, another one at every replay; clipping moves the weights by 1e-3 and more."""
+    # A root above the gradients' own: a weight whose gradient is mere rounding would go either way.
+    more = {"lamb": {"lamb_epsilon": 0.01}, "adamw": {"adamw_epsilon": 0.01}}.get(optim, {})
+    rates = [lr * (0.02 if optim in ("lamb", "adamw") else 1.0) for lr in RATES]
+    weights = {}
+    with join_world(None) as world:
+        for clip_norm in (0.0, 0.2):
+            config = small_config(compute, optim={"name": optim, "clip_norm": clip_norm, **more}, accumulate=2)
+            launched, recorded = train_both_ways(config, world, rates)
+            assert (launched - recorded).norm() / launched.norm() < {"fp16": 2e-4, "fp32": 1e-4}[compute]
+            weights[clip_norm] = recorded
+    assert (weights[0.2] - weights[0.0]).norm() / weights[0.0].norm() > 5e-4
 
 
 @pytest.mark.gpu

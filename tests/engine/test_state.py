@@ -167,6 +167,14 @@ def test_the_state_of_another_rule_is_a_sentence(saved: tuple[Path, list[tuple[A
     assert "optim.name=lamb" in sentence
 
 
+def test_moments_of_lamb_are_not_taken_for_those_of_adamw(tmp_path: Path) -> None:
+    """Both keep the same two arrays, but at a rate that differs by the trust ratio."""
+    world = world_of_one()
+    save_state(tmp_path, State(step=1), build_parts(world, optim="adamw"), world, ORDER, keep=1)
+    assert load_and_complain(world, tmp_path, {"optim": "adamw"}) == ""
+    assert "optim.name=adamw" in load_and_complain(world, tmp_path, {"optim": "lamb"})
+
+
 def test_momentum_of_sgd_is_not_taken_for_that_of_lars(tmp_path: Path) -> None:
     """Both keep one array of the same name, but LARS multiplies by the learning rate first."""
     world = world_of_one()

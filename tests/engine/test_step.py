@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from lockstep.config import RunConfig
-from lockstep.data.order import Cursor
+from lockstep.config import RunConfig, TrainConfig
+from lockstep.data.order import Cursor, share
 from lockstep.data.pipeline import Batch
-from lockstep.engine.build import Parts, assemble
+from lockstep.engine.build import Parts, assemble, check_shares, plan_passes
 from lockstep.engine.step import CORRECT, LOSS, STOP, split_batch, train_step
+from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule
 from tests.ranks import world_of_one
 
@@ -28,11 +29,12 @@ def build_network() -> nn.Module:
     )
 
 
-def build_parts(model: nn.Module, *, max_batch: int = 256, **optim: object) -> Parts:
+def build_parts(model: nn.Module, *, max_batch: int = 256, accumulate: int = 0, **optim: object) -> Parts:
+    passes = {"max_batch_per_rank": max_batch, "accumulate": accumulate}
     config = RunConfig.model_validate(
         {
             "optim": {"name": "sgd", "lr": 0.1, **optim},
-            "train": {"global_batch": 64, "duration": "9st", "max_batch_per_rank": max_batch},
+            "train": {"global_batch": 64, "duration": "9st", **passes},
         }
     )
     return assemble(config, world_of_one(), model, Schedule("constant", 0.1, total_steps=9))
@@ -82,6 +84,35 @@ def test_steps_equal_a_plain_loop_with_torch_sgd(nesterov: bool, label_smoothing
     for name, parameter in parts.model.named_parameters():
         assert (parameter - moved[name]).abs().max() > 1e-3
         torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [0, 5])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_steps_equal_a_plain_loop_with_torch_adamw(accumulate: int, clip_norm: float) -> None:
+    """Accumulated as that loop would, and clipped by torch.nn.utils when all passes are done."""
+    model = build_network()
+    plain = copy.deepcopy(model)
+    settings = {"weight_decay": 0.01, "adamw_epsilon": 1e-3, "clip_norm": clip_norm}
+    parts = build_parts(model, name="adamw", accumulate=accumulate, **settings)
+    groups = [{"params": [p], "weight_decay": 0.01 if p.ndim > 1 else 0.0} for p in plain.parameters()]
+    optimizer = torch.optim.AdamW(groups, eps=1e-3)
+    norms = []
+    for step, (count, lr) in enumerate([(64, 0.01), (64, 0.02), (20, 0.02)]):
+        batch = build_batch(count, seed=step)
+        train_step(parts, batch, lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        for images, labels in zip(batch.images.split(7), batch.labels.split(7), strict=True):
+            (functional.cross_entropy(plain(images), labels, reduction="sum") / count).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), clip_norm or float("inf")))
+        optimizer.step()
+    assert min(norms) > 0.1
+    expected = dict(plain.named_parameters())
+    moved = dict(build_network().named_parameters())
+    for name, parameter in parts.model.named_parameters():
+        assert (parameter - moved[name]).abs().max() > 1e-3
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("max_batch", [64, 5])
@@ -139,3 +170,33 @@ def test_exactly_the_last_pass_is_marked(count: int, max_size: int) -> None:
 
 def test_an_empty_batch_has_no_pass() -> None:
     assert list(split_batch(0, 16)) == []
+
+
+@given(st.data(), st.integers(1, 5000), st.integers(1, 40))
+def test_a_rank_that_accumulates_takes_as_many_passes_as_asked_for_and_fewer_over_less(
+    data: st.DataObject, global_batch: int, num_ranks: int
+) -> None:
+    num_ranks = min(num_ranks, global_batch)
+    accumulate = data.draw(st.integers(1, global_batch // num_ranks))
+    train = TrainConfig(global_batch=global_batch, duration="1ep", accumulate=accumulate)  # type: ignore[arg-type]
+    for rank in {0, num_ranks - 1}:
+        start, stop = share(global_batch, rank, num_ranks)
+        size = plan_passes(train, rank, num_ranks)
+        whole = [part.stop - part.start for part, _ in split_batch(stop - start, size)]
+        assert len(whole) == accumulate
+        assert min(whole) >= 1
+        fewer = [part.stop - part.start for part, _ in split_batch(data.draw(st.integers(0, stop - start)), size)]
+        assert len(fewer) <= accumulate
+        assert max(fewer, default=0) <= max(whole)
+
+
+def test_a_pass_without_a_sample_is_refused() -> None:
+    train = {"global_batch": 8, "duration": "1ep", "accumulate": 3}
+    config = RunConfig.model_validate({"optim": {"lr": 0.1}, "train": train})
+    check_shares(config, 2)
+    with pytest.raises(LockstepError) as caught:
+        check_shares(config, 3)
+    assert str(caught.value) == (
+        "train.global_batch = 8 cannot be shared by 3 ranks in train.accumulate = 3 passes each; give at least one "
+        "sample to each pass."
+    )

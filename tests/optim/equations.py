@@ -52,6 +52,32 @@ def run_lars(
     return w
 
 
+def clip(gradients: Sequence[Any], norm: float) -> list[Any]:
+    """One step's gradients, of all parameters, scaled together to a norm of at most `norm`."""
+    total = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
+    return [gradient * (norm / total if total > norm else 1.0) for gradient in gradients]
+
+
+def run_adamw(
+    w: Any,
+    gradients: Sequence[Any],
+    rates: Sequence[float],
+    spec: ParameterSpec,
+    *,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+) -> Any:
+    m = v = 0.0
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), start=1):
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        w = w - lr * (m_hat / (np.sqrt(v_hat) + epsilon) + (weight_decay * w if spec.decay else 0.0))
+    return w
+
+
 def run_lamb(
     w: Any,
     gradients: Sequence[Any],

@@ -9,13 +9,21 @@ import pytest
 import torch
 
 from lockstep.layout import Layout, ParameterSpec, plan_layout
+from lockstep.optim.adamw import AdamW
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.rule import PIECE, Rule, Segments
 from lockstep.optim.sgd import Sgd
 
 BuildRule = Callable[[Layout], Rule]
-RULES: dict[str, BuildRule] = {"sgd": Sgd, "nesterov": partial(Sgd, nesterov=True), "lars": Lars, "lamb": Lamb}
+RULES: dict[str, BuildRule] = {
+    "sgd": Sgd,
+    "nesterov": partial(Sgd, nesterov=True),
+    "lars": Lars,
+    "lamb": Lamb,
+    "adamw": AdamW,
+    "clipped": partial(Lars, clip_norm=0.5),
+}
 every_rule = pytest.mark.parametrize("build_rule", RULES.values(), ids=RULES)
 
 

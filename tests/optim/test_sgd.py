@@ -22,6 +22,14 @@ def test_it_follows_the_equations(problem: Any, learning_rates: list[float], nes
     problem.assert_follows(Sgd(problem.layout, nesterov=nesterov, fused=fused, **SETTINGS), reference)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_it_needs_no_momentum(problem: Any, learning_rates: list[float], fused: bool) -> None:
+    def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
+        return run_sgd(w, gradients, learning_rates, spec, momentum=0.0, weight_decay=0.05)
+
+    problem.assert_follows(Sgd(problem.layout, momentum=0.0, weight_decay=0.05, fused=fused), reference)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_it_agrees_with_torch(problem: Any, learning_rates: list[float], nesterov: bool) -> None:
     parameters = {name: torch.nn.Parameter(torch.tensor(a).float()) for name, a in problem.weights.items()}

@@ -40,10 +40,10 @@ def test_fixed_travelling_and_computing_parts_are_scaled_apart() -> None:
     found = derive(build_profile(), KNOWN, wanted)
     assert (found.device, found.source, found.memory_bytes) == ("wanted", "derived", 7)
     row = found.at(2)
-    # Forward: 1 s stays, 2 × 0.5 s travel at half the speed, 2 × 0.5 s compute at a quarter.
-    assert row.forward_s == pytest.approx(1 + 2 * 1.0 + 4 * 1.0)
-    # Backward: 2 s stay, 2 × 0.75 s travel, 2 × 1.25 s compute.
-    assert row.backward_s == pytest.approx(2 + 2 * 1.5 + 4 * 2.5)
+    # Forward: 2 × 0.5 s travel at half the speed, 2 × 0.5 s compute at a quarter: 2 s become 6, and the fixed 1 s 3.
+    assert row.forward_s == pytest.approx(3 * (1 + 2))
+    # Backward: 2 × 0.75 s travel, 2 × 1.25 s compute: 4 s become 13, and the fixed 2 s grow as they do.
+    assert row.backward_s == pytest.approx(13 / 4 * (2 + 4))
     assert row.update_s == pytest.approx(2 * 0.5)
     assert row.step_s == pytest.approx(row.forward_s + row.backward_s + row.update_s)
     assert [slot.ready_s for slot in row.slots] == pytest.approx([row.backward_s / 2, row.backward_s])
@@ -60,7 +60,7 @@ def test_the_same_device_is_itself() -> None:
 def test_wider_elements_take_twice_the_room_and_the_time_to_travel() -> None:
     wanted = replace(KNOWN, name="wanted", precision="fp32")
     row = derive(build_profile(), KNOWN, wanted).at(4)
-    assert row.forward_s == pytest.approx(1 + 2 * 4 * 0.5 + 4 * 0.5)
+    assert row.forward_s == pytest.approx((2 * 0.5 + 0.5) * (1 + 4))  # half of it travels
     assert row.memory_bytes == 2000
     assert row.layers[0].activation_bytes == 2_000_000_000
     assert [slot.num_bytes for slot in row.slots] == [8, 32]  # one was FP32 before
