@@ -51,10 +51,11 @@ class Facts:
     global_batch: int
     num_images: int  # of an epoch
     steps: int  # still to take
+    passes: int = 1  # of a step
     cores: int = 1  # of one rank
     device: DeviceProfile | None = None  # of this model on such a device, if any fits
     rule: str = "sgd"  # that updates the weights
-    decodes_photos: bool = False  # as a device profile's input does
+    decodes_photos: bool = False  # in every epoch, as a device profile's input does
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,6 @@ def find_device(profile: Profile, model: str) -> DeviceProfile | None:
     return None
 
 
-def _count_passes(facts: Facts) -> int:
-    return -(-facts.profile.setup.batch // facts.profile.setup.max_batch)
-
-
 def _time_alone(facts: Facts) -> Alone | None:
     step = next((step for step in facts.profile.steps if step.execution == facts.plan.execution), None)
     if step is not None and step.step_s > 0:
@@ -171,7 +168,7 @@ def _time_measured(facts: Facts, step: StepTime) -> Alone:
         forward_s=(step.step_s - backward_s - step.update_s) * scale,
         backward_s=backward_s * scale,
         update_s=step.update_s * scale,
-        passes=_count_passes(facts) if has_parts else 1,
+        passes=facts.passes if has_parts else 1,
         row=step,
         scale=scale,
         slowdown=step.slowest_s / mean_s - 1 if step.slowest_s else expect_slowest(num_ranks, JITTER),
@@ -185,7 +182,7 @@ def _time_profiled(facts: Facts, device: DeviceProfile) -> Alone | None:
     """From a device profile, in the way that the run executes its step."""
     if facts.plan.execution not in device.executions:
         return None
-    passes = _count_passes(facts)
+    passes = facts.passes
     row = device.at(-(-facts.profile.setup.batch // passes), facts.plan.execution)
     return Alone(
         forward_s=passes * row.forward_s,
@@ -244,9 +241,12 @@ def _find_rate(facts: Facts) -> tuple[float | None, str]:
     known = facts.profile.input
     if known is not None and known.images_per_second > 0:
         return known.images_per_second, "an earlier part of this run"
-    plan = facts.plan.input
-    if facts.device and facts.device.input and facts.decodes_photos and plan.decoder == "cpu":
-        return plan.threads * facts.device.input.images_per_core_s, _name_profile(facts.device)
+    plan, device = facts.plan.input, facts.device
+    if device and device.input and facts.decodes_photos:
+        by_threads = plan.threads * device.input.images_per_core_s if plan.decoder != "nvjpeg" else 0.0
+        by_device = device.input.device_images_s if plan.decoder != "cpu" else 0.0
+        if by_threads + by_device > 0:
+            return by_threads + by_device, _name_profile(device)
     return None, GUESS
 
 
@@ -260,7 +260,7 @@ def _expect_memory(facts: Facts) -> int | None:
     device = facts.device
     if device is None or facts.plan.execution not in device.executions:
         return None
-    row = device.at(-(-facts.profile.setup.batch // _count_passes(facts)), facts.plan.execution)
+    row = device.at(-(-facts.profile.setup.batch // facts.passes), facts.plan.execution)
     width = 2 if any(slot.num_bytes < 4 * slot.elements for slot in row.slots) else 4
     known, asked = find_rule(device.rule), find_rule(facts.rule)
     elements = sum(slot.elements for slot in row.slots)

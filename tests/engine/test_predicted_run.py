@@ -134,7 +134,7 @@ def predict(world: World, config: RunConfig) -> list[RunPredicted | None]:
 
 
 def test_growing_images_are_not_predicted_and_several_passes_are(images: Path) -> None:
-    config = tiny_config(images, "comm.tune_s=1", "train.max_batch_per_rank=5", "train.duration=4ep")
+    config = tiny_config(images, "comm.tune_s=1", "train.accumulate=3", "train.duration=4ep")
     (plain, growing, grown), _ = run_ranks(predict, 2, config)
     assert growing is None
     assert plain is not None

@@ -98,8 +98,7 @@ def test_all_wait_for_the_slowest_rank() -> None:
 def test_passes_before_the_last_send_nothing() -> None:
     # Two passes of 25 images: forward and backward twice, gradients ready in the second backward pass.
     step = replace(STEP, step_s=0.19, forward_s=0.06, mean_s=0.19, slowest_s=0.19)
-    facts = make_facts(step=step)
-    found = foresee(replace(facts, profile=replace(facts.profile, setup=replace(SETUP, max_batch=25))))
+    found = foresee(make_facts(step=step, passes=2))
     assert found is not None
     assert [found.forward_s, found.backward_s, found.communicate_s] == pytest.approx([0.06, 0.12, 0.01])
     assert found.step_s == pytest.approx(0.20)
@@ -190,6 +189,13 @@ def test_a_device_profile_fills_in_what_was_not_measured() -> None:
     # LAMB keeps 4 bytes more for each parameter than LARS, by which the profile was measured.
     assert found.memory_bytes == row.memory_bytes + 4 * sum(slot.elements for slot in row.slots)
     assert found.input_rate == 2 * 500.0
+    assert device.input is not None
+    fast = replace(device, input=replace(device.input, device_images_s=6000.0))
+    for decoder, rate in (("nvjpeg", 6000.0), ("both", 7000.0)):
+        way = replace(plan, input=InputPlan(decoder, 2, 0, 0))  # type: ignore[arg-type]
+        helped = foresee(replace(facts, plan=way, profile=Profile(setup, 0.0), device=fast))
+        assert helped is not None
+        assert helped.input_rate == rate
     derived = foresee(replace(facts, plan=plan, profile=Profile(setup, 0.0), device=replace(device, source="derived")))
     assert derived is not None
     assert derived.sources["memory"] == DERIVED

@@ -70,7 +70,7 @@ def test_a_whole_run_has_every_section() -> None:
     assert list_sections(page) == [*wanted, "settings", "environment"]
     names = [chart["name"] for chart in read_data(page)["charts"]]
     curves = ["loss", "accuracy", "lr", "throughput", "loss-scale", "noise-scale"]
-    assert names == [*curves, "spent", "timeline", "gradient-norms", "trust-ratios", "confusion"]
+    assert names == [*curves, "spent", "timeline", "prediction", "gradient-norms", "trust-ratios", "confusion"]
     assert page.count('<img src="data:image/jpeg') == 16
     assert "Rank 1 held the others up" in page
 
