@@ -7,8 +7,10 @@ same functions about clusters that nobody has.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
 from lockstep.comm.fusion import Buffer, ReductionPlan, add_tail, plan_buffers, plan_merged, plan_two_segments
@@ -29,6 +31,9 @@ HOPELESS = 4.0
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
 PLAIN = "PyTorch's own"  # all-reduce for buffers cut by the threshold rule
+
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Curve(NamedTuple):
@@ -150,6 +155,17 @@ def _pick(curves: Mapping[Choice, Curve], num_bytes: float) -> tuple[Choice, flo
     return choice, times[choice]
 
 
+def _pick_seconds(curves: Mapping[Choice, Curve], sizes: Array) -> Array:
+    """The seconds of `_pick` for many sizes at once, digit for digit."""
+    reach = np.minimum(sizes, max(curve.sizes[-1] for curve in curves.values()))
+    times = {
+        choice: np.where(curve.sizes[-1] >= reach, _interpolate_all(curve, sizes), math.inf)
+        for choice, curve in curves.items()
+    }
+    best = np.min(list(times.values()), axis=0)
+    return np.where(best > (1 - MARGIN) * times[FLAT], times[FLAT], best) if FLAT in times else best
+
+
 @lru_cache(maxsize=4)
 def _draw_curves(messages: tuple[Timing, ...]) -> dict[Choice, Curve]:
     """Seconds over bytes of each choice; a plan asks for thousands of sizes, so they are drawn once."""
@@ -171,6 +187,19 @@ def _interpolate(curve: Curve, num_bytes: float) -> float:
         return seconds[-1] * num_bytes / sizes[-1]
     low, high, low_s, high_s = sizes[index - 1], sizes[index], seconds[index - 1], seconds[index]
     return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
+
+
+def _interpolate_all(curve: Curve, num_bytes: Array) -> Array:
+    """The same for many sizes at once, each operation in the same order."""
+    sizes, seconds = np.array(curve.sizes, float), np.array(curve.seconds)
+    index = np.searchsorted(sizes, num_bytes)
+    after, before = np.minimum(index, len(sizes) - 1), np.maximum(index - 1, 0)
+    low, high, low_s, high_s = sizes[before], sizes[after], seconds[before], seconds[after]
+    width = np.where(high > low, high - low, 1.0)  # outside of all sizes there is none, and none is asked for
+    between = low_s + (high_s - low_s) * (num_bytes - low) / width
+    beyond = seconds[-1] * num_bytes / sizes[-1]
+    found: Array = np.where(index == 0, seconds[0], np.where(index == len(sizes), beyond, between))
+    return found
 
 
 def assign_choices(
@@ -211,13 +240,12 @@ def propose_reductions(
     """The reductions worth trying, by name: what each fusion rule gives, under the backward pass and after it."""
     threshold, weight = comm.buffer_mb * 2**20, bytes_per_element
 
-    curves = _draw_curves(tuple(messages))
-
-    @cache  # two of the rules ask for the same sizes
-    def predict(num_bytes: int) -> float:
-        return _pick(curves, num_bytes)[1]
-
     head, width = layout.head, min(layout.head_element_bytes, weight)
+    # Two of the rules weigh every run of slots: all at once, which is most of the time that a plan takes.
+    edges = np.array([*(slot.offset for slot in head.slots), head.numel])
+    sizes = np.unique((edges[None, :] - edges[:, None])[np.triu_indices(len(edges), 1)] * width)
+    seconds = _pick_seconds(_draw_curves(tuple(messages)), sizes.astype(float))
+    predict = dict(zip(sizes.tolist(), seconds.tolist(), strict=True)).__getitem__
     ready_s = ready_s[: len(head.slots)]
     rules: dict[str, Callable[[], tuple[Buffer, ...]]] = {
         "merged": lambda: plan_merged(head, ready_s, predict, width),

@@ -9,6 +9,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from lockstep.errors import LockstepError
@@ -95,6 +96,16 @@ class DeviceProfile:
 
     def at(self, batch: int, execution: Execution | None = None) -> BatchTime:
         """The step at any batch: a straight line between the measured ones, and on beyond them; None: the quickest."""
+        key = batch, execution
+        if key not in self._known:  # a plan asks for the same batch a dozen times
+            self._known[key] = self._mix_at(batch, execution)
+        return self._known[key]
+
+    @cached_property
+    def _known(self) -> dict[tuple[int, Execution | None], BatchTime]:
+        return {}
+
+    def _mix_at(self, batch: int, execution: Execution | None) -> BatchTime:
         if not 0 < batch <= MAX_BATCH:
             raise LockstepError(f"A batch of {batch} is none; ask for 1 to {MAX_BATCH:,} images.")
         if execution is None:

@@ -2,7 +2,9 @@
 
 NCCL weighs every algorithm with every protocol as latency + bytes / bandwidth and takes the least (its tuning.cc). The
 constants below are its own, in microseconds. Left out: the correction for trees of middling size, by which NCCL lowers
-a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them.
+a tree's bandwidth to as little as 0.4 between 64 KB and 2 MB. Bandwidths are the cluster's, as its file has them. Its
+latency between nodes counts where it goes beyond the longest hop of NCCL's tables: the rest is added to each hop, as
+NCCL adds what a network reports of itself.
 """
 
 from typing import NamedTuple
@@ -54,12 +56,18 @@ def list_nccl(num_bytes: float, shape: Shape) -> list[NcclTime]:
     if "sharp" in allowed and shape.num_nodes > 1:
         inside = 2 * (SHARP_INSIDE_US + SHARP_PEER_US * (shape.per_node - 1)) if shape.per_node > 1 else 0.0
         bandwidth = SHARP_SHARE * min(shape.intra.bytes_per_s, shape.inter.bytes_per_s)
-        found.append(NcclTime((inside + SHARP_NETWORK_US) * 1e-6 + num_bytes / bandwidth, "SHARP"))
+        latency = inside + SHARP_NETWORK_US + 2 * _beyond(shape)
+        found.append(NcclTime(latency * 1e-6 + num_bytes / bandwidth, "SHARP"))
     return found or [NcclTime(_ring(2, num_bytes, shape), "ring Simple")]
 
 
 def _hops(shape: Shape) -> dict[str, tuple[float, float, float]]:
     return NVLINK_US if shape.machine.wiring == "nvlink" else PCIE_US
+
+
+def _beyond(shape: Shape) -> float:
+    """Microseconds by which a hop between nodes takes longer than any in NCCL's tables."""
+    return max(0.0, shape.inter.latency_s * 1e6 - max(NETWORK_US["ring"]))
 
 
 def _bus(shape: Shape) -> float:
@@ -75,7 +83,8 @@ def _ring(protocol: int, num_bytes: float, shape: Shape) -> float:
     hop = _hops(shape)["ring"][protocol]
     if shape.num_nodes > 1 and PROTOCOLS[protocol] == "LL":
         hop = max(hop, RING_LL_ACROSS_US)
-    latency = BASE_US["ring"][protocol] + (steps - across) * hop + across * NETWORK_US["ring"][protocol]
+    latency = BASE_US["ring"][protocol] + (steps - across) * hop
+    latency += across * (NETWORK_US["ring"][protocol] + _beyond(shape))
     if across and PROTOCOLS[protocol] == "Simple" and num_bytes >= shape.num_devices / 16 * PLATEAU_BYTES:
         latency *= PLATEAU[shape.machine.wiring]
     bandwidth = _bus(shape) * RING_SHARES[protocol] * shape.num_devices / steps
@@ -84,7 +93,7 @@ def _ring(protocol: int, num_bytes: float, shape: Shape) -> float:
 
 def _tree(protocol: int, num_bytes: float, shape: Shape) -> float:
     inside = (shape.per_node - 1) * _hops(shape)["tree"][protocol]
-    across = _log2(shape.num_nodes) * NETWORK_US["tree"][protocol]
+    across = _log2(shape.num_nodes) * (NETWORK_US["tree"][protocol] + _beyond(shape))
     bandwidth = _bus(shape) * TREE_SHARES[protocol] / 2
     return (BASE_US["tree"][protocol] + 2 * (inside + across)) * 1e-6 + num_bytes / bandwidth
 
@@ -96,12 +105,13 @@ def _nvls(num_bytes: float, shape: Shape) -> list[NcclTime]:
     inside = link.bytes_per_s * shape.per_node / (2 * (shape.per_node - 1))  # of the message, not of the bus
     if shape.num_nodes == 1:
         return [NcclTime(link.latency_s + num_bytes / inside, "NVLS")]
-    across = _log2(shape.num_nodes) * 2 * NVLS_TREE_NETWORK_US * 1e-6
+    across = _log2(shape.num_nodes) * 2 * (NVLS_TREE_NETWORK_US + _beyond(shape)) * 1e-6
     bandwidth = min(inside, shape.inter.bytes_per_s * TREE_SHARES[2] / 2)
     found = [NcclTime(link.latency_s + across + num_bytes / bandwidth, "NVLSTree")]
     if "sharp" in shape.machine.nccl:
         bandwidth = min(inside, SHARP_SHARE * shape.inter.bytes_per_s)
-        found.append(NcclTime(link.latency_s + NVLS_NETWORK_US * 1e-6 + num_bytes / bandwidth, "NVLS and SHARP"))
+        latency_s = link.latency_s + (NVLS_NETWORK_US + 2 * _beyond(shape)) * 1e-6
+        found.append(NcclTime(latency_s + num_bytes / bandwidth, "NVLS and SHARP"))
     return found
 
 

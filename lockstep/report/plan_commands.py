@@ -1,6 +1,7 @@
 """The command `lockstep plan`: how long a recipe would take on a cluster, before anyone rents it. Torch-free."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -45,6 +46,9 @@ def plan(
     settings: Annotated[list[str] | None, typer.Option("--set", help="Override a setting; repeatable.")] = None,
     rules: Annotated[bool, typer.Option("--rules", help="Compare update rules, whole and sharded.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write all of it as JSON.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Also write a page with sliders for devices, batch and network.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Leave a run's folder for one size, as if it had run; `lockstep report` draws it."),
@@ -60,6 +64,8 @@ def plan(
     if validate:
         if target is not None:
             raise LockstepError("--validate predicts published runs; leave the recipe out.")
+        if html_file is not None:
+            raise LockstepError("--validate has no page; leave --html out, or give a recipe.")
         _validate(console, json_file)
         return
     if target is None:
@@ -85,6 +91,7 @@ def plan(
         images,
         rules,
         json_file,
+        html_file,
         out,
     )
 
@@ -108,9 +115,11 @@ def _plan_recipe(
     images: int,
     rules: bool,
     json_file: Path | None,
+    html_file: Path | None,
     out: Path | None,
 ) -> None:
     from lockstep.plan.cluster import read_planned
+    from lockstep.plan.grid import build_grid
     from lockstep.plan.optimizers import compare_rules
     from lockstep.plan.predicted import write_predicted
     from lockstep.plan.prediction import Impossible, Prediction, to_json
@@ -118,6 +127,7 @@ def _plan_recipe(
     from lockstep.plan.sweep import find_smallest, plan_sizes
     from lockstep.plan.workload import describe_workload, find_profile, refuse_changed
     from lockstep.recipes.read import load_recipe
+    from lockstep.report.page.forecast_page import build_forecast
     from lockstep.report.plan_display import build_rule_table, describe_impossible
 
     name, config = load_recipe(target, settings)
@@ -143,6 +153,8 @@ def _plan_recipe(
             )
         console.print(f"{best.devices:,} devices are the fewest of {cluster.name} in {target_minutes:g} minutes:")
         sizes = [best.devices]
+    if html_file is not None and not os.access(html_file.expanduser().absolute().parent, os.W_OK):
+        raise LockstepError(f"{html_file} cannot be written; choose another --html.")  # before seconds of simulating
     if out is not None:
         if len(sizes) != 1:
             raise LockstepError("--out leaves one run's folder; give one size with --devices.")
@@ -160,6 +172,11 @@ def _plan_recipe(
     _show_plan(console, possible)
     for row in impossible:
         console.print(describe_impossible(row), highlight=False, soft_wrap=True, markup=False)
+    if html_file:
+        console.print("Simulating every setting of the page's sliders ...", highlight=False)
+        grid = build_grid(workload, device, cluster, sizes, batch_per_device)
+        _write(html_file, build_forecast(rows, grid, workload, cluster))
+        console.print(f"Wrote {grid.num_settings:,} settings to {html_file}", highlight=False, markup=False)
     if rules:
         console.print(build_rule_table(compare_rules(workload, device, cluster, sizes, batch_per_device)))
 

@@ -3,7 +3,10 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
 from lockstep.comm.fusion import Buffer
@@ -13,6 +16,8 @@ from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.choose import (
     MAX_PEERS,
     PLAIN,
+    _draw_curves,
+    _pick_seconds,
     assign_choices,
     count_peers,
     default_reduction,
@@ -100,6 +105,26 @@ def test_times_between_measured_sizes_lie_on_a_line() -> None:
 
 def test_beyond_the_largest_size_time_is_proportional() -> None:
     assert pick_choice(MESSAGES, 4 << 20) == (FLAT, pytest.approx(0.080))
+
+
+@given(
+    st.lists(
+        st.builds(
+            Timing,
+            st.sampled_from([FLAT, DOUBLING, Choice("torus", 2)]),
+            st.integers(1, 1 << 30),
+            st.floats(1e-9, 10.0),
+        ),
+        min_size=1,
+        max_size=12,
+        unique_by=lambda timing: (timing.choice, timing.num_bytes),
+    ),
+    st.lists(st.integers(1, 1 << 32), min_size=1, max_size=20),
+)
+def test_many_sizes_at_once_are_picked_digit_for_digit_as_one_is(messages: list[Timing], sizes: list[int]) -> None:
+    sizes += [timing.num_bytes for timing in messages]
+    found = _pick_seconds(_draw_curves(tuple(messages)), np.array(sizes, float))
+    assert found.tolist() == [pick_choice(messages, size)[1] for size in sizes]
 
 
 def test_each_buffer_gets_its_own_choice() -> None:

@@ -89,6 +89,19 @@ def test_nccl_latencies_are_those_of_its_tables(devices: int, printed: dict[str,
         assert latencies[name] == pytest.approx(latency, rel=0.002, abs=0.51), name
 
 
+def test_a_slow_hop_between_nodes_is_nccls_too() -> None:
+    """A ring crosses 2 · (nodes − 1) times, a tree twice log2(nodes), switches that add twice."""
+    usual, slow = (Shape(16, 8, Link(2e-6, 370e9), Link(s, 376e9), HOPPER) for s in (14e-6, 114e-6))
+    added = {
+        found.name: 1e6 * (found.seconds - before.seconds)
+        for before, found in zip(list_nccl(0, usual), list_nccl(0, slow), strict=True)
+    }
+    crossings = {"ring": 2 * 15, "tree": 2 * 4, "NVLSTree": 2 * 4, "NVLS": 2, "SHARP": 2}
+    assert added == {name: pytest.approx(100 * crossings[name.split()[0]]) for name in added}
+    quick = Shape(16, 8, Link(2e-6, 370e9), Link(1e-6, 376e9), HOPPER)
+    assert list_nccl(0, quick) == list_nccl(0, usual)
+
+
 def test_nccl_moves_long_messages_at_the_bus_bandwidth_and_chooses_by_size() -> None:
     node = Shape(1, 8, Link(2e-6, 370e9), Link(4e-6, 376e9), HOPPER)
     # 2 · 7/8 bytes pass each link of a ring for every byte summed.

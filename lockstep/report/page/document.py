@@ -32,6 +32,7 @@ class Section:
     name: str  # in the address, to jump to
     title: str
     lead: str = ""  # one sentence, plain text
+    above: str = ""  # HTML, already escaped: over the charts
     charts: Sequence[Chart] = ()
     beside: str = ""  # HTML, already escaped: takes a chart's place
     body: str = ""  # the same, under the charts
@@ -133,7 +134,7 @@ def build_section(section: Section) -> str:
     return (
         f'<section id="{section.name}" aria-labelledby="{section.name}-title">'
         f'<div class="head"><h2 id="{section.name}-title">{escape(section.title)}</h2>'
-        f"{SWITCH if section.switch else ''}</div>{lead}{grid}{section.body}</section>"
+        f"{SWITCH if section.switch else ''}</div>{lead}{section.above}{grid}{section.body}</section>"
     )
 
 
