@@ -30,7 +30,7 @@ def test_a_run_on_two_ranks_writes_what_it_expected_beside_what_came(images: Pat
     run = tmp_path / "run"
     settings = [
         f"--set={setting}"
-        for setting in [*tiny_settings(images), "comm.tune_s=1", f"train.duration={STEPS}st", "optim.warmup=0st"]
+        for setting in [*tiny_settings(images), "comm.tune_s=0.5", f"train.duration={STEPS}st", "optim.warmup=0st"]
     ]
     cache = {"LOCKSTEP_CACHE": str(tmp_path / "cache")}
     status, out, err = commands.run("train", "quickstart", "--ranks=2", f"--out={run}", *settings, **cache)
@@ -109,7 +109,7 @@ def train(world: World, config: RunConfig, folder: Path, sleep_s: float) -> list
 
 
 def test_a_run_whose_input_is_slow_names_the_input(images: Path, tmp_path: Path) -> None:
-    settings = ["comm.tune_s=1", "train.duration=12st", "optim.warmup=0st", "data.decode_threads=1"]
+    settings = ["comm.tune_s=0.5", "train.duration=12st", "optim.warmup=0st", "data.decode_threads=1"]
     settings += ["train.eval_every=0st", "train.checkpoint_every=0st"]
     heard, _ = run_ranks(train, 2, tiny_config(images, *settings), tmp_path, 0.015)
     found = look_back(heard)
@@ -134,7 +134,7 @@ def predict(world: World, config: RunConfig) -> list[RunPredicted | None]:
 
 
 def test_growing_images_are_not_predicted_and_several_passes_are(images: Path) -> None:
-    config = tiny_config(images, "comm.tune_s=1", "train.accumulate=3", "train.duration=4ep")
+    config = tiny_config(images, "comm.tune_s=0.5", "train.accumulate=3", "train.duration=4ep")
     (plain, growing, grown), _ = run_ranks(predict, 2, config)
     assert growing is None
     assert plain is not None
