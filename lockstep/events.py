@@ -76,6 +76,36 @@ class PlanChosen(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunPredicted(Event):
+    """What is expected of the steps to come, part by part, before the first of them; None is what nobody can tell.
+
+    The seconds are those of one step: its parts, `compute_s` in place of its three, add up to `step_s`.
+    """
+
+    steps: int  # still to take
+    images: float  # of a step, on average
+    world_size: int
+    input_s: float  # waiting for a batch
+    forward_s: float | None
+    backward_s: float | None
+    update_s: float | None
+    compute_s: float  # the three together
+    slowest_s: float  # waiting for the slowest rank
+    communicate_s: float  # messages that nothing hides
+    step_s: float
+    messages_s: float  # of all messages, hidden or not
+    images_per_second: float  # T
+    speed_one_rank: float  # S
+    efficiency: float  # e
+    train_s: float  # of all the steps
+    trial_s: float | None = None  # of a whole step as it was tried before the first
+    input_rate: float | None = None  # images a second that one rank's input makes; None: taken as never waited for
+    memory_bytes: int | None = None  # of a device
+    sources: dict[str, Any] = field(default_factory=dict)  # part -> where its number comes from, in words
+    assumptions: list[str] = field(default_factory=list)  # what else the numbers rest on
+
+
+@dataclass(frozen=True, kw_only=True)
 class InputChosen(Event):
     """How rank 0's batches are made, when that is known and whenever it has changed."""
 
@@ -210,6 +240,7 @@ class RunEnded(Event):
     evaluate_s: float = 0.0
     checkpoint_s: float = 0.0
     energy_j: float | None = None  # of all devices, where they tell
+    memory_bytes: int | None = None  # that rank 0's device held at most, where it tells
 
 
 KINDS: dict[str, type[Event]] = {
@@ -217,6 +248,7 @@ KINDS: dict[str, type[Event]] = {
     for kind in (
         RunStarted,
         PlanChosen,
+        RunPredicted,
         InputChosen,
         StepDone,
         LayersMeasured,

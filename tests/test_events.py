@@ -21,6 +21,7 @@ from lockstep.events import (
     Notice,
     PlanChosen,
     RunEnded,
+    RunPredicted,
     RunStarted,
     StepDone,
     TimelineTaken,
@@ -105,6 +106,30 @@ EVENTS: list[Event] = [
     ),
     CheckpointSaved(time_s=5.0, step=10, path="checkpoints/step-10", bytes=4096, seconds=0.1),
     Notice(time_s=6.0, level="warning", text="résumé – a bad sample", rank=1),
+    RunPredicted(
+        time_s=6.5,
+        steps=20,
+        images=64.0,
+        world_size=2,
+        input_s=0.0,
+        forward_s=0.03,
+        backward_s=0.05,
+        update_s=None,
+        compute_s=0.08,
+        slowest_s=0.005,
+        communicate_s=0.015,
+        step_s=0.1,
+        messages_s=0.04,
+        images_per_second=640.0,
+        speed_one_rank=400.0,
+        efficiency=0.8,
+        train_s=2.0,
+        trial_s=0.11,
+        input_rate=900.0,
+        memory_bytes=10**9,
+        sources={"computing": "measured before step 0"},
+        assumptions=["messages under the backward pass take nothing from it"],
+    ),
     RunEnded(
         time_s=7.0,
         status="finished",
@@ -207,6 +232,27 @@ def test_a_record_without_its_fields_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"kind":"EpochDone","epoch":1}\n')
     with pytest.raises(LockstepError, match=r"was not written by this version of Lockstep"):
+        read_events(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 1.5},
+        {"step_s": "soon"},
+        {"forward_s": []},
+        {"sources": []},
+        {"assumptions": "none"},
+        {"images": 10**4000},
+    ],
+)
+def test_a_damaged_prediction_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "events.jsonl"
+    predicted = next(event for event in EVENTS if isinstance(event, RunPredicted))
+    path.write_text(json.dumps(json.loads(encode(predicted)) | change, default=str) + "\n")
+    with pytest.raises(
+        LockstepError, match=rf"was not written by this version of Lockstep: a record's {next(iter(change))}"
+    ):
         read_events(path)
 
 

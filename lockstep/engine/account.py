@@ -1,4 +1,7 @@
-"""Where a run's time went: windows of steps, T = S · N · e, and who held the others up (step 10 on the walk)."""
+"""Where a run's time went: windows of steps, T = S · N · e, and who held the others up (step 10 on the walk).
+
+What memory it took, too, where a device counts it.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -147,3 +150,14 @@ class Account:
         nodes = [topology.node_of(rank) for rank in range(world.size)]
         straggler = find_straggler(times, spent.total_s / spent.steps, links, gradient_bytes, nodes)
         return straggler.text if straggler else ""
+
+
+def forget_peak(device: torch.device) -> None:
+    """From here on memory counts: what trials took is no part of the run."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def read_peak(device: torch.device) -> int | None:
+    """The most bytes that were reserved at once, by recordings and batches ahead too; None where nobody counts."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None

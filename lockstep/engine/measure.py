@@ -8,6 +8,7 @@ trial does stays: `state.py` lists what a step changes, and it is put back.
 
 import gc
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -25,6 +26,7 @@ from lockstep.engine.apply import Step, apply_execution, apply_reduction, build_
 from lockstep.engine.build import HALF, Parts
 from lockstep.engine.messages import measure_messages
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
+from lockstep.engine.timeline import Passes, time_steps
 from lockstep.kernels import has_triton
 from lockstep.plan.choose import (
     PLAIN,
@@ -142,50 +144,59 @@ class Rig:
         Alone in the world, the step that was rehearsed is the one to try, and is given back.
         """
         parts, failure, step = self._parts, "", None
-        ready_s, step_s = [0.0], 0.0
+        ready_s, passes = [0.0], Passes(0.0, 0.0, 0.0)
         try:
             apply_execution(execution, parts)
             step = self._build_alone(execution)
             with parts.reducer.muted():
                 if isinstance(step, RecordedStep) and parts.hybrid is None:
-                    ready_s, step_s = self._rehearse_launched(step)
+                    ready_s, passes = self._rehearse_launched(step)
                 else:
-                    ready_s, step_s = self._rehearse_watched(step)
+                    ready_s, passes = self._rehearse_watched(step)
         except Exception as error:  # compilers and drivers raise nearly anything; the plain step always remains
             failure = _shorten(error)
         failure = self._agree(failure)
         if failure:
             return failure, None, None
-        step_s, *ready_s = map(float, self._world.broadcast_value([step_s, *ready_s]))
-        return "", self._describe_step(execution, step_s, ready_s), step if parts.hybrid is None else None
+        return "", self._describe_step(execution, passes, ready_s), step if parts.hybrid is None else None
 
-    def _rehearse_watched(self, step: Step) -> tuple[list[float], float]:
+    def _rehearse_watched(self, step: Step) -> tuple[list[float], Passes]:
         """When each gradient is ready in this very step, which is recorded with an event for each."""
-        rows, step_s = [], 0.0
+        rows, passes = [], []
         with self._parts.reducer.watching() as watch:
             if isinstance(step, RecordedStep):
                 step.prepare(self._batch, WARM_UP_STEPS)
             for _ in range(READY_PASSES):
-                step_s = self._time(step, 1)
+                passes.append(self._time_passes(step))
                 rows.append(watch.ready_s())
-        return [median(values) for values in zip(*rows[1:], strict=True)], step_s
+        return [median(values) for values in zip(*rows[1:], strict=True)], _take_medians(passes[1:])
 
-    def _rehearse_launched(self, step: RecordedStep) -> tuple[list[float], float]:
+    def _rehearse_launched(self, step: RecordedStep) -> tuple[list[float], Passes]:
         """The same by the step launched one by one, shortened to the recorded one: nothing hangs on it here.
 
         A recording for the events alone would be one too many: from some thousand operations on that a process has
         recorded, whether it still holds them or not, every replay's kernels start 0.35 us later, 4 % of a small step.
         """
-        step_s = 0.0
         launched = build_launched(self._parts, len(self._batch.labels))
-        ready_s, launched_s = self._rehearse_watched(launched)
+        ready_s, before = self._rehearse_watched(launched)
         step.prepare(self._batch)
-        for _ in range(READY_PASSES):
-            step_s = self._time(step, 1)
-        return [ready * min(1.0, step_s / launched_s) for ready in ready_s], step_s
+        passes = _take_medians([self._time_passes(step) for _ in range(READY_PASSES)][1:])
+        return [ready * min(1.0, passes.step_s / before.step_s) for ready in ready_s], passes
 
-    def _describe_step(self, execution: Execution, step_s: float, ready_s: list[float]) -> StepTime:
-        return StepTime(execution, step_s, max(ready_s), time_slots(self._parts.layout, ready_s))
+    def _time_passes(self, step: Step) -> Passes:
+        """One step; on a GPU the second of two, whose launch is hidden behind the first as in a run."""
+        count = 2 if self.on_gpu else 1
+        return time_steps(self._parts.clock, lambda: step(self._batch, 0.0, False), count)[-1]
+
+    def _describe_step(self, execution: Execution, passes: Passes, ready_s: list[float]) -> StepTime:
+        """Rank 0's passes and gradients, and how long the step took all ranks."""
+        steps_s = [float(seconds) for seconds in self._world.gather_values(passes.step_s)]
+        step_s, forward_s, update_s, *ready_s = map(
+            float, self._world.broadcast_value([passes.step_s, passes.forward_s, passes.update_s, *ready_s])
+        )
+        slots = time_slots(self._parts.layout, ready_s)
+        mean_s = sum(steps_s) / len(steps_s)
+        return StepTime(execution, step_s, max(ready_s), slots, forward_s, update_s, mean_s, max(steps_s))
 
     def _propose(self, step_time: StepTime | None) -> dict[str, ReductionPlan]:
         """The reductions to try with an execution; the usual one where there is nobody to send to, or no time."""
@@ -252,6 +263,10 @@ class Rig:
         done = take_moment(on_gpu=self.on_gpu)
         wait_for(done)
         return seconds_between(begun, done) / count
+
+
+def _take_medians(found: Sequence[Passes]) -> Passes:
+    return Passes(*(median(values) for values in zip(*found, strict=True)))
 
 
 def _raise(text: str) -> None:

@@ -1,5 +1,6 @@
-"""What a run says first: who trains what on what (step 10 on the walk, before the first step)."""
+"""What a run says first: who trains what on what, how, and what to expect (step 10 on the walk, before step 0)."""
 
+import math
 import platform
 
 import torch
@@ -7,8 +8,16 @@ import torch
 from lockstep import __version__
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
-from lockstep.engine.build import Parts, Sources, count_steps
-from lockstep.events import RunStarted
+from lockstep.engine.build import Parts, Sources, count_steps, plan_passes
+from lockstep.engine.planning import Chosen
+from lockstep.errors import LockstepError
+from lockstep.events import PlanChosen, RunPredicted, RunStarted
+from lockstep.plan.choose import explain_choice
+from lockstep.plan.device import DeviceProfile
+from lockstep.plan.foresight import Facts, find_device, foresee
+from lockstep.plan.plan import describe_reduction, to_table
+from lockstep.plan.profile import Profile
+from lockstep.plan.workload import refuse_changed
 
 MOST_NAMES = 2_000  # classes whose names a record holds; more of them nobody reads
 
@@ -37,3 +46,65 @@ def describe_start(
         layers=[slot.name for slot in slots],
         class_names=list(classes) if len(classes) <= MOST_NAMES else [],
     )
+
+
+def describe_chosen(chosen: Chosen, world: World) -> PlanChosen:
+    """How steps will be taken, and what else was tried."""
+    plan, profile = chosen.plan, chosen.profile
+    return PlanChosen(
+        source=chosen.source,
+        seconds=profile.seconds,
+        topology=profile.setup.topology,
+        backend=profile.setup.backend,
+        batch=profile.setup.batch,
+        execution=str(plan.execution),
+        reduction=describe_reduction(plan.reduction) if world.size > 1 else "",
+        plan=to_table(plan),
+        trials=explain_choice(profile.trials),
+    )
+
+
+def predict_run(
+    config: RunConfig, chosen: Chosen, parts: Parts, world: World, num_samples: int, start_step: int
+) -> RunPredicted | None:
+    """What to expect of the steps to come; None where nothing is known, or where they will not be alike."""
+    steps_per_epoch, total_steps = count_steps(config, num_samples)
+    if any(step.until.value > start_step / steps_per_epoch for step in config.data.image_sizes):
+        return None  # what was measured is true of the last size alone
+    batch = chosen.profile.setup.batch
+    try:
+        facts = Facts(
+            plan=chosen.plan,
+            profile=chosen.profile,
+            source=chosen.source,
+            topology=parts.topology,
+            wire_bytes=parts.hybrid.bytes_per_element if parts.hybrid else 4,
+            on_gpu=world.device.type == "cuda",
+            global_batch=config.train.global_batch,
+            num_images=num_samples,
+            steps=total_steps - start_step,
+            passes=math.ceil(batch / plan_passes(config.train, 0, world.size)),
+            cores=world.num_threads,
+            device=_find_device(config, chosen.profile),
+            rule=config.optim.name,
+            decodes_photos=config.data.source != "generated" and not _may_stay(config, world, num_samples),
+        )
+        return foresee(facts)
+    except LockstepError:  # what cannot be predicted can still be trained
+        return None
+
+
+def _find_device(config: RunConfig, profile: Profile) -> DeviceProfile | None:
+    """The shipped profile of this network, if it is the published one, on such a device."""
+    try:
+        refuse_changed(config.model.name, config)
+        return find_device(profile, config.model.name)
+    except LockstepError:
+        return None
+
+
+def _may_stay(config: RunConfig, world: World, num_samples: int) -> bool:
+    """Whether all images could stay on the device once they are decoded, at the size that the network sees."""
+    if config.data.resident == "off" or world.device.type != "cuda":
+        return False
+    return 3 * config.data.image_size**2 * num_samples <= torch.cuda.get_device_properties(world.device).total_memory

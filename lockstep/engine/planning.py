@@ -78,7 +78,9 @@ def choose_plan(
     if world.is_first:
         for folder in folders:
             with contextlib.suppress(LockstepError):  # a full disk costs the memory of it, not the run
-                write_plan(folder, chosen.plan, chosen.profile)
+                # What an earlier part of the run knows of its input is not true of another run's images.
+                known = chosen.profile if folder in places else replace(chosen.profile, input=None)
+                write_plan(folder, chosen.plan, known)
     return chosen
 
 

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -30,7 +30,7 @@ from lockstep.engine.layer_times import count_kept, list_layers, note_begins, sp
 from lockstep.engine.measure import READY_PASSES, fake_batch, suits_own_kernels
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import list_changing, put_back
-from lockstep.engine.timeline import cut_steps
+from lockstep.engine.timeline import Passes, time_steps
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import list_executions
@@ -47,15 +47,6 @@ ROOM = 0.9  # of the free memory of a host, which kills who takes too much inste
 PLAIN = Execution()
 
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of a step and its parts, by the device."""
-
-    step_s: float
-    forward_s: float
-    backward_s: float
 
 
 def profile_device(
@@ -185,7 +176,7 @@ class _Bench:
             step_s=passes.step_s,
             forward_s=passes.forward_s,
             backward_s=passes.backward_s,
-            update_s=max(0.0, passes.step_s - passes.forward_s - passes.backward_s),
+            update_s=passes.update_s,
             launch_s=launch_s,
             memory_bytes=memory_bytes,
             layers=tuple(
@@ -231,18 +222,7 @@ class _Bench:
         )
 
     def _take_steps(self, step: Step, images: Batch, count: int) -> list[Passes]:
-        clock = self._parts.clock
-        clock.take()
-        clock.begin_trace()
-        for _ in range(count):
-            clock.mark("input")
-            step(images, 0.0, False)
-        clock.take()
-        spans = cut_steps(clock.end_trace(), 0)
-        parts: list[dict[str, float]] = [{} for _ in range(count)]
-        for span in spans:
-            parts[span.step][span.name] = parts[span.step].get(span.name, 0.0) + span.end_s - span.start_s
-        return [Passes(sum(part.values()), part.get("forward", 0.0), part.get("backward", 0.0)) for part in parts]
+        return time_steps(self._parts.clock, lambda: step(images, 0.0, False), count)
 
     def _time_launch(self, step: Step, images: Batch) -> float:
         """Seconds in which the host has handed a step to an idle device."""

@@ -5,13 +5,13 @@ recording's cuts are events that every replay passes anew, so that only those of
 replays before it, which launch the same kernels, are cut in the same proportion.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lockstep.comm.moment import Moment, seconds_between
 from lockstep.engine.build import Parts
-from lockstep.engine.timing import Trace
+from lockstep.engine.timing import Clock, Trace
 
 NUM_STEPS = 3
 DIGITS = 7  # a tenth of a microsecond
@@ -25,6 +25,35 @@ class Span(NamedTuple):
     step: int
     start_s: float
     end_s: float
+
+
+class Passes(NamedTuple):
+    """Seconds of a step and its parts, by the device; the rest of the step is the update."""
+
+    step_s: float
+    forward_s: float
+    backward_s: float
+
+    @property
+    def update_s(self) -> float:
+        return max(0.0, self.step_s - self.forward_s - self.backward_s)
+
+
+def time_steps(clock: Clock, take_step: Callable[[], object], count: int) -> list[Passes]:
+    """So many steps, launched one behind the other as a run does, each in its parts."""
+    clock.take()
+    clock.begin_trace()
+    try:
+        for _ in range(count):
+            clock.mark("input")
+            take_step()
+        clock.take()
+    finally:
+        trace = clock.end_trace()
+    parts: list[dict[str, float]] = [{} for _ in range(count)]
+    for span in cut_steps(trace, 0):
+        parts[span.step][span.name] = parts[span.step].get(span.name, 0.0) + span.end_s - span.start_s
+    return [Passes(sum(part.values()), part.get("forward", 0.0), part.get("backward", 0.0)) for part in parts]
 
 
 class Timeline:

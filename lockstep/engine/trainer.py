@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
-from lockstep.engine.account import Account
+from lockstep.engine.account import Account, forget_peak, read_peak
 from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.drift import find_drift, note_weights
@@ -27,7 +27,7 @@ from lockstep.engine.evaluate import evaluate
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
-from lockstep.engine.opening import describe_start
+from lockstep.engine.opening import describe_chosen, describe_start, predict_run
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.resume import take_up
 from lockstep.engine.snapshot import Snapshots
@@ -41,15 +41,12 @@ from lockstep.events import (
     Event,
     MistakesFound,
     Notice,
-    PlanChosen,
     RunEnded,
     Sink,
     StepDone,
 )
 from lockstep.optim.doctor import Diagnosis, Doctor
-from lockstep.plan.choose import explain_choice
 from lockstep.plan.folder import write_plan
-from lockstep.plan.plan import describe_reduction, to_table
 from lockstep.plan.profile import InputRate
 from lockstep.restarts import count_restarts
 
@@ -122,6 +119,7 @@ class Trainer:
                 build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
             ):
                 self.account.note_startup(time.time() - start)
+                forget_peak(self.world.device)
                 status = self._loop(pipeline, step)
                 self.input.say_choice(pipeline)
                 self._keep_rate(pipeline, chosen)
@@ -142,20 +140,11 @@ class Trainer:
         num_steps = self.total_steps - self.state.step
         places = [self.folder, default_plan_folder()]
         chosen = choose_plan(self.config, self.parts, self.world, places, num_steps=num_steps)
-        plan, profile = chosen.plan, chosen.profile
-        self._emit(
-            PlanChosen(
-                source=chosen.source,
-                seconds=profile.seconds,
-                topology=profile.setup.topology,
-                backend=profile.setup.backend,
-                batch=profile.setup.batch,
-                execution=str(plan.execution),
-                reduction=describe_reduction(plan.reduction) if self.world.size > 1 else "",
-                plan=to_table(plan),
-                trials=explain_choice(profile.trials),
-            )
-        )
+        self._emit(describe_chosen(chosen, self.world))
+        if self.world.is_first:  # nobody else is asked
+            samples, start = self.sources.train.num_samples, self.state.step
+            if predicted := predict_run(self.config, chosen, self.parts, self.world, samples, start):
+                self._emit(predicted)
         return chosen
 
     def _keep_rate(self, pipeline: TrainPipeline, chosen: Chosen) -> None:
@@ -431,6 +420,7 @@ class Trainer:
                 reason=reason,
                 straggler=straggler,
                 energy_j=self.instruments.energy.count(self.world, alone=has_failed),
+                memory_bytes=read_peak(self.world.device),
                 **asdict(self.account.beside()),
                 **balance._asdict(),
             )

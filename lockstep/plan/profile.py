@@ -58,12 +58,19 @@ class SlotTime:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The step in one way to execute it, alone: nothing sent. The update is part of `step_s`."""
+    """The step in one way to execute it, alone: nothing sent. The update is part of `step_s`.
+
+    A profile of an earlier version does not tell the last four, which are 0 then.
+    """
 
     execution: Execution
-    step_s: float
-    backward_s: float
+    step_s: float  # of rank 0, as all but the last two
+    backward_s: float  # of the last pass, until its last gradient is ready
     slots: tuple[SlotTime, ...]
+    forward_s: float = 0.0  # of all passes together
+    update_s: float = 0.0
+    mean_s: float = 0.0  # of the step, over all ranks
+    slowest_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,8 @@ def _read_step(table: dict[str, Any]) -> StepTime:
         read_time(slot.ready_s)
         read_time(slot.backward_s)
     execution = read_execution(table["execution"])
-    return StepTime(execution, read_time(table["step_s"]), read_time(table["backward_s"]), slots)
+    later = {name: read_time(table.get(name, 0.0)) for name in ("forward_s", "update_s", "mean_s", "slowest_s")}
+    return StepTime(execution, read_time(table["step_s"]), read_time(table["backward_s"]), slots, **later)
 
 
 def _read_timing(table: dict[str, Any]) -> Timing:

@@ -20,7 +20,7 @@ from lockstep.plan.graph import StepCosts, expect_slowest
 from lockstep.plan.plan import describe_reduction
 from lockstep.plan.prediction import InputNeed, Prediction, Reduction, Scaling
 from lockstep.plan.price import expect_timings, list_planned_choices, name_choice, price, price_sharded
-from lockstep.plan.profile import Trial
+from lockstep.plan.profile import StepTime, Trial
 from lockstep.plan.rules import find_rule
 from lockstep.plan.simulate import Simulation, simulate
 from lockstep.plan.workload import IMAGES_PER_CORE_S, Workload, compare_precision
@@ -212,7 +212,7 @@ def price_message(case: Case, choice: Choice, num_bytes: int) -> tuple[Phase, ..
     return (Phase(level, expect_seconds(case.messages, choice, num_bytes)),)
 
 
-def list_ready(row: BatchTime, reduction: ReductionPlan, scale: float = 1.0) -> tuple[float, ...]:
+def list_ready(row: BatchTime | StepTime, reduction: ReductionPlan, scale: float = 1.0) -> tuple[float, ...]:
     """When each buffer may go: buffers leave in order, the last of their gradients decides."""
     ready, at = [], 0.0
     for buffer in reduction.buffers:

@@ -44,7 +44,7 @@ class Cores:
         return max(0.0, 1.0 - self.num_ranks / self.num_cores)
 
 
-def share_cores(row: BatchTime, sums: Sequence[Sum], cores: Cores, *, overlap: bool) -> StepCosts:
+def share_cores(row: BatchTime | StepCosts, sums: Sequence[Sum], cores: Cores, *, overlap: bool) -> StepCosts:
     """A step of every rank, from that of one rank alone on one core; `ready_s` of the sums is that rank's, too."""
     stretch = cores.stretch
     sums = [replace(each, ready_s=each.ready_s * stretch) for each in sums]

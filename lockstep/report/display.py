@@ -14,7 +14,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.events import CheckpointSaved, EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
+from lockstep.events import (
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    Event,
+    InputChosen,
+    Notice,
+    RunEnded,
+    RunPredicted,
+    RunStarted,
+    StepDone,
+    TimelineTaken,
+)
+from lockstep.plan.hindsight import Hindsight, look_back
 from lockstep.report.phrases import (
     clock,
     describe,
@@ -55,10 +68,13 @@ class Display:
         self.step: StepDone | None = None
         self.evaluated: Evaluated | None = None
         self.verdict = Verdict()
+        self._compared: list[Event] = []  # what a prediction is compared with, of this part of the run
 
     def emit(self, event: Event) -> None:
         if isinstance(event, RunStarted):
-            self.start, self.time_left = event, TimeLeft(event)
+            self.start, self.time_left, self._compared = event, TimeLeft(event), []
+        if isinstance(event, RunStarted | RunPredicted | InputChosen | TimelineTaken | RunEnded):
+            self._compared.append(event)
         if isinstance(event, Evaluated):
             self.evaluated = event
         if isinstance(event, StepDone):
@@ -72,6 +88,10 @@ class Display:
         if isinstance(event, RunEnded):
             self.close()
             self.show_end(event)
+
+    def look_back(self) -> Hindsight | None:
+        """What was predicted beside what came."""
+        return look_back(self._compared)
 
     def show_line(self, line: str, event: Event) -> None:
         raise NotImplementedError
@@ -115,7 +135,7 @@ class PlainDisplay(Display):
         width = max(len(label) for label, _ in rows)
         for label, value in rows:
             print_plain(self.console, f"{label:{width}}  {value}")
-        for line in describe_spent(ended, self.verdict.sentence()):
+        for line in describe_spent(ended, self.verdict.sentence(), self.look_back()):
             print_plain(self.console, line)
 
 
@@ -142,7 +162,7 @@ class LiveDisplay(Display):
         for label, value in describe_result(ended, self.evaluated, self.folder):
             table.add_row(Text(label, style="cyan"), Text(value, style="bold" if label == "top-1" else ""))
         self.console.print(table)
-        for line in describe_spent(ended, self.verdict.sentence()):
+        for line in describe_spent(ended, self.verdict.sentence(), self.look_back()):
             self.console.print(Text(line))
 
     def close(self) -> None:

@@ -13,9 +13,11 @@ from lockstep.events import (
     Notice,
     PlanChosen,
     RunEnded,
+    RunPredicted,
     RunStarted,
     StepDone,
 )
+from lockstep.plan.hindsight import Hindsight
 
 
 def percent(share: float) -> str:
@@ -64,6 +66,11 @@ def _describe_line(event: Event) -> str:
             return (
                 f"{event.recipe}: {count(event.num_parameters / 1e6)} M parameters, {event.num_train:,} samples, "
                 f"{event.num_classes:,} classes, {plural(event.world_size, 'rank')} ({event.device}){resumed}"
+            )
+        case RunPredicted():
+            return (
+                f"Predicted: {event.step_s * 1e3:,.4g} ms a step, {count(event.images_per_second)} images/s, "
+                f"{clock(event.train_s)} for {plural(event.steps, 'step')}"
             )
         case Evaluated():
             return (
@@ -151,8 +158,12 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
     return rows
 
 
-def describe_spent(ended: RunEnded, verdict: str) -> list[str]:
-    """Where the time went and who held the others up; nothing for a run that failed, or ended before it trained."""
+def describe_spent(ended: RunEnded, verdict: str, told: Hindsight | None = None) -> list[str]:
+    """Where the time went, who held the others up, and which assumption was wrong, where anything was predicted.
+
+    Nothing for a run that failed, or ended before it trained.
+    """
     if ended.status == "failed" or ended.share_compute + ended.share_comm + ended.share_input <= 0:
         return []
-    return [f"{verdict}.", *([ended.straggler] if ended.straggler else [])]
+    lines = [f"{verdict}.", ended.straggler, told.sentence if told and told.is_compared else ""]
+    return [line for line in lines if line]

@@ -1,7 +1,8 @@
 """A run in a few numbers: what `summary.json` holds.
 
 A run that was resumed has several parts in one file, each opened by a `RunStarted`. Accuracy, ledger and wall time are
-those of all parts; speeds (T, S, N, e and the shares of time) are the last part's, which may have had other ranks.
+those of all parts; speeds (T, S, N, e and the shares of time) are the last part's, which may have had other ranks, and
+so is what was predicted and measured.
 """
 
 import json
@@ -12,6 +13,7 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.files import write_whole
+from lockstep.plan.hindsight import look_back, to_table
 
 
 def summarize(events: Iterable[Event]) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         "wall_s": sum(map(measure_wall_s, parts)),
         "resumed": len(parts) - 1,
         **_samples(parts),
+        "prediction": to_table(told) if (told := look_back(last)) else None,
         "num_parameters": start.num_parameters,
         "device": start.device,
         "versions": start.versions,

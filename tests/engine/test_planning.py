@@ -60,6 +60,8 @@ def test_all_ranks_follow_one_plan_that_is_measured_once(images: Path, tmp_path:
     assert read_profile(folder) == first.profile
     (step,) = first.profile.steps
     assert 0 < step.slots[0].ready_s <= step.backward_s < step.step_s  # the layer nearest to the loss is ready first
+    assert 0 < step.update_s < step.forward_s < step.step_s - step.update_s
+    assert 0 < step.mean_s <= step.slowest_s
 
 
 def test_what_the_recipe_pins_is_followed(images: Path, tmp_path: Path) -> None:
@@ -224,6 +226,8 @@ def test_on_a_gpu_the_choice_leaves_no_trace_and_says_what_it_measured() -> None
     assert not any(trial.failure for trial in chosen.profile.trials)
     for step in chosen.profile.steps:  # by the device's clock: gradients come one after the other, within the step
         assert 0 < min(slot.ready_s for slot in step.slots) < step.backward_s < step.step_s
+        assert 0 < step.forward_s < step.step_s - step.update_s
+        assert step.mean_s == step.slowest_s == step.step_s
 
 
 def train(parts: Parts, chosen: Chosen, batch: Batch, recording: RecordedStep | None) -> list[float]:

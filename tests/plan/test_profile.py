@@ -39,6 +39,19 @@ def test_a_profile_survives_its_file() -> None:
     assert from_json(to_json(Profile(SETUP, 0.0))) == Profile(SETUP, 0.0)
 
 
+def test_a_profile_of_an_earlier_version_does_not_tell_the_parts_of_a_step() -> None:
+    told = replace(PROFILE.steps[0], forward_s=0.006, update_s=0.002, mean_s=0.025, slowest_s=0.026)
+    profile = replace(PROFILE, steps=(told,))
+    assert from_json(to_json(profile)) == profile
+    table = json.loads(to_json(profile))
+    for name in ("forward_s", "update_s", "mean_s", "slowest_s"):
+        del table["steps"][0][name]
+    assert from_json(json.dumps(table)) == PROFILE
+    table["steps"][0]["slowest_s"] = -1.0
+    with pytest.raises(LockstepError, match="damaged"):
+        from_json(json.dumps(table))
+
+
 def test_seconds_of_each_slot_are_the_distances_of_ready_times() -> None:
     layout = plan_layout(ParameterSpec(name, (8,), True, True, half=name in "bd") for name in "abcd")
     slots = {slot.name: slot for slot in time_slots(layout, [0.5, 0.75, 0.625, 1.0])}

@@ -20,6 +20,7 @@ from lockstep.events import (
     Notice,
     PlanChosen,
     RunEnded,
+    RunPredicted,
     RunStarted,
     StepDone,
     TimelineTaken,
@@ -80,7 +81,8 @@ def make_run(
             **changes,
         },
     )
-    events: list[Event] = [start, _make_plan(now + 9), _make_input(now + 9.5)]
+    predicted = _make_prediction(now + 9.1, world_size, steps - first)
+    events: list[Event] = [start, _make_plan(now + 9), predicted, _make_input(now + 9.5)]
     now += 12.0
     counts: dict[str, float] = {"evaluate": 0.0, "checkpoint": 0.0}
     for step in range(first + log_every, steps + 1, log_every):
@@ -130,6 +132,7 @@ def make_run(
                 evaluate_s=counts["evaluate"],
                 checkpoint_s=counts["checkpoint"],
                 energy_j=1.24e6,
+                memory_bytes=45_100_000_000,
             )
         )
     return events
@@ -190,6 +193,33 @@ def _make_plan(time_s: float) -> PlanChosen:
         reduction="4 buffers under the backward pass (by torus)",
         plan={},
         trials=trials,
+    )
+
+
+def _make_prediction(time_s: float, world_size: int, steps: int) -> RunPredicted:
+    measured = dict.fromkeys(("computing", "messages", "slowest"), "measured before step 0")
+    return RunPredicted(
+        time_s=time_s,
+        steps=steps,
+        images=BATCH,
+        world_size=world_size,
+        input_s=0.0,
+        forward_s=0.028,
+        backward_s=0.056,
+        update_s=0.0014,
+        compute_s=0.0854,
+        slowest_s=0.001,
+        communicate_s=0.0018,
+        step_s=0.0882,
+        messages_s=0.041,
+        images_per_second=BATCH / 0.0882,
+        speed_one_rank=BATCH / 2 / 0.0854,
+        efficiency=0.0854 / 0.0882,
+        train_s=steps * 0.0882,
+        trial_s=0.089,
+        memory_bytes=42_000_000_000,
+        sources={**measured, "input": "a guess", "memory": "a shipped profile"},
+        assumptions=["batches are there before a step asks for them"],
     )
 
 

@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from lockstep.events import CheckpointSaved, EpochDone, Evaluated, RunEnded, RunStarted, StepDone
+from lockstep.events import (
+    CheckpointSaved,
+    EpochDone,
+    Evaluated,
+    RunEnded,
+    RunPredicted,
+    RunStarted,
+    StepDone,
+    TimelineTaken,
+)
 
 
 def started(time_s: float = 1000.0, **changes: Any) -> RunStarted:
@@ -78,3 +87,47 @@ def ended(step: int, time_s: float, wall_s: float, **changes: Any) -> RunEnded:
         "share_input": 0.05,
     }
     return RunEnded(time_s=time_s, step=step, wall_s=wall_s, **(values | changes))
+
+
+def predicted(**changes: Any) -> RunPredicted:
+    """Half a second a step: 0.35 of computing, 0.05 for the slowest rank, 0.1 of messages that nothing hides."""
+    values: dict[str, Any] = {
+        "steps": 40,
+        "images": 32.0,
+        "world_size": 2,
+        "input_s": 0.0,
+        "forward_s": 0.1,
+        "backward_s": 0.2,
+        "update_s": 0.05,
+        "compute_s": 0.35,
+        "slowest_s": 0.05,
+        "communicate_s": 0.1,
+        "step_s": 0.5,
+        "messages_s": 0.2,
+        "images_per_second": 64.0,
+        "speed_one_rank": 32 / 2 / 0.35,
+        "efficiency": 0.7,
+        "train_s": 20.0,
+        "sources": {
+            "computing": "measured before step 0",
+            "input": "a guess",
+            "messages": "measured before step 0",
+            "slowest": "measured before step 0",
+        },
+        "assumptions": ["batches are there before a step asks for them"],
+    }
+    return RunPredicted(time_s=1000.5, **(values | changes))
+
+
+def timeline(rank: int, passes: dict[str, float], sums: list[float], num_steps: int = 2) -> TimelineTaken:
+    """Steps from step 13 on, each made of the same passes, with so many seconds of each message beside them."""
+    spans: list[dict[str, Any]] = []
+    now = 0.0
+    for step in range(13, 13 + num_steps):
+        for number, seconds in enumerate(sums, start=1):
+            told = {"lane": "all-reduce", "name": f"buffer {number}", "step": step}
+            spans.append({**told, "start_s": now, "end_s": now + seconds})
+        for name, seconds in passes.items():
+            spans.append({"lane": "step", "name": name, "step": step, "start_s": now, "end_s": now + seconds})
+            now += seconds
+    return TimelineTaken(time_s=1010.0, rank=rank, first_step=13, num_steps=num_steps, seconds=now, spans=spans)

@@ -86,6 +86,9 @@ def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
         page.show(f"file://{real}/report.html", width=width, scheme=scheme)
         assert set(check(page)) >= {"loss", "accuracy", "lr", "throughput", "spent"}
     summary = commands.summary(real)
+    # One rank on a CPU measures nothing beforehand, and predicts nothing.
+    assert summary["prediction"] is None
+    assert page.run("document.getElementById('prediction')") is None
     assert page.run("lockstep.data.summary") == summary
     assert f"{100 * float(str(summary['top1'])):.1f} %" in page.run("document.querySelector('.facts').innerText")
 
@@ -94,7 +97,10 @@ def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
 @pytest.mark.parametrize("width", [1400, 400])
 def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, scheme: str) -> None:
     page.show(f"file://{made}", width=width, scheme=scheme)
-    assert len(check(page)) == 11
+    assert len(check(page)) == 12
+    rows = page.run("document.querySelectorAll('#prediction-table tbody tr').length")
+    assert rows == 14
+    assert "1.25 times the 88.2 ms that were predicted" in page.run("document.getElementById('prediction').innerText")
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7

@@ -13,6 +13,7 @@ from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape
 from lockstep.report.page.layers import tell_layers
 from lockstep.report.page.plan_section import tell_plan
+from lockstep.report.page.prediction_section import tell_prediction
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
 from lockstep.report.phrases import count, percent, plural
@@ -42,6 +43,7 @@ def build_report(events: Iterable[Event]) -> str:
         tell_spent(history),
         tell_timeline(history),
         tell_plan(history),
+        tell_prediction(history),
         tell_layers(history),
         tell_mistakes(history),
         tell_ledger(history),
