@@ -46,7 +46,8 @@ class TrainedNetwork:
 
     network: nn.Module  # in evaluation mode, on `device`
     classes: tuple[str, ...]  # by the place of their logit
-    config: RunConfig  # the run's own, but for `precision.compute`, which is that of this network
+    config: RunConfig  # the run's own
+    compute: Compute  # the number format it computes in here
     run: Path  # the run's folder
     checkpoint: Path
     step: int
@@ -55,7 +56,13 @@ class TrainedNetwork:
     @property
     def dtype(self) -> torch.dtype:
         """Of images and activations."""
-        return HALF.get(self.config.precision.compute, torch.float32)
+        return HALF.get(self.compute, torch.float32)
+
+    def configure(self, **data: Any) -> RunConfig:
+        """The run's configuration in this number format, with other settings of `data`."""
+        return _with_compute(self.config, self.compute).model_copy(
+            update={"data": self.config.data.model_copy(update=data)}
+        )
 
 
 @dataclass(frozen=True)
@@ -85,21 +92,29 @@ def load_run(
 ) -> TrainedNetwork:
     """The network of a run's folder, from its newest good checkpoint, or of one checkpoint's folder.
 
-    `device` is a GPU if there is one, and `compute` the number format of the run, if not given; but FP16 on a CPU, which
-    is slow there, becomes FP32. `warn` hears of damaged checkpoints.
+    If not given, `device` is a GPU where there is one, and `compute` the number format of the run; but FP16 on a CPU,
+    which is slow there, becomes FP32. `warn` hears of damaged checkpoints.
     """
     run, only = find_run(Path(path).expanduser())
     _, config = load_recipe(str(run / "config.toml"))
     device = choose_device(device)
-    config = _with_compute(config, compute or _choose_compute(config, device))
+    compute = compute or _choose_compute(config, device)
+    computed = _with_compute(config, compute)
     checkpoint = _read_weights(run, only, warn)
     arrays, classes = checkpoint.files[MODEL], read_classes(run, checkpoint.state)
-    network = _build(config, len(classes), arrays, checkpoint.path)
-    set_number_formats(config.precision)
+    network = _build(computed, len(classes), arrays, checkpoint.path)
+    set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
-    build_weights(network, build_layout(config, network), device, HALF.get(config.precision.compute, torch.float32))
+    build_weights(network, build_layout(computed, network), device, HALF.get(compute, torch.float32))
     return TrainedNetwork(
-        network.eval(), classes, config, run, checkpoint.path, int(checkpoint.path.name.rpartition("-")[2]), device
+        network=network.eval(),
+        classes=classes,
+        config=config,
+        compute=compute,
+        run=run,
+        checkpoint=checkpoint.path,
+        step=int(checkpoint.path.name.rpartition("-")[2]),
+        device=device,
     )
 
 
@@ -219,8 +234,7 @@ def predict(
     top = max(1, min(top, len(trained.classes)))
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
-    data = trained.config.data.model_copy(update={"bad_share": 1.0, "resident": "off"})
-    config = trained.config.model_copy(update={"data": data})
+    config = trained.configure(bad_share=1.0, resident="off")
     with build_eval_pipeline(config, world_of(trained.device), source) as batches:
         for batch in batches:
             if len(batch.samples):
