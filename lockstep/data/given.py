@@ -78,13 +78,13 @@ def _walk(root: Path, steps: Steps) -> list[Path]:
                 steps.count += 1
                 if entry.name.startswith("."):
                     continue
-                if entry.name.lower().endswith(IMAGE_SUFFIXES):
-                    found.append(folder / entry.name)
-                elif entry.is_dir():
+                if entry.is_dir():
                     status = os.stat(entry.path)
                     if (status.st_dev, status.st_ino) not in met:
                         met.add((status.st_dev, status.st_ino))
                         left.append(folder / entry.name)
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                    found.append(folder / entry.name)
     return found
 
 
