@@ -26,6 +26,7 @@ from lockstep.config import RunConfig, to_toml
 from lockstep.engine.inference import TrainedNetwork
 from lockstep.errors import LockstepError
 from lockstep.files import write_whole
+from lockstep.models import set_fused
 
 Format = Literal["safetensors", "onnx", "torch-export"]
 SUFFIXES: dict[Format, str] = {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
@@ -123,6 +124,7 @@ def hide_places(config: RunConfig) -> RunConfig:
 def _plain(trained: TrainedNetwork) -> nn.Module:
     """The network with arrays of its own in the usual order: an export must not hold the flat array behind views."""
     network = trained.network.eval()
+    set_fused(network, False)
     for parameter in network.parameters():
         parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
         parameter.requires_grad_(False)

@@ -8,7 +8,9 @@ Images pass through evaluation's own pipeline, with the run's own sizes, mean an
 was measured.
 """
 
+import contextlib
 import os
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +34,10 @@ from lockstep.engine.checkpoint import (
 from lockstep.engine.counters import CLASSES, are_names
 from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
+from lockstep.files import read_small
+from lockstep.models import set_fused
 from lockstep.optim.storage import build_weights
+from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
 from lockstep.recipes.read import load_recipe
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -106,6 +111,7 @@ def load_run(
     set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
     build_weights(network, build_layout(computed, network), device, HALF.get(compute, torch.float32))
+    set_fused(network, _had_own_kernels(run))
     return TrainedNetwork(
         network=network.eval(),
         classes=classes,
@@ -116,6 +122,14 @@ def load_run(
         step=int(checkpoint.path.name.rpartition("-")[2]),
         device=device,
     )
+
+
+def _had_own_kernels(run: Path) -> bool:
+    """Whether the run computed with the fused kernels, which take the last mean in another order, at evaluation too."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        table = tomllib.loads(read_small(run / PLAN_FILE, MAX_BYTES).decode())
+        return bool(table["execution"]["kernels"] == "own")
+    return False
 
 
 def find_run(path: Path) -> tuple[Path, Path | None]:
@@ -136,7 +150,7 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
 def choose_device(asked: str | torch.device | None) -> torch.device:
     """The device asked for, or a GPU if there is one."""
     if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
     except RuntimeError:
@@ -145,7 +159,7 @@ def choose_device(asked: str | torch.device | None) -> torch.device:
         raise LockstepError(f"Networks run on cpu and cuda, not on {device.type}; choose one of the two.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LockstepError(f"{device} is not there: this machine has {torch.cuda.device_count()} GPUs; use cpu.")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _choose_compute(config: RunConfig, device: torch.device) -> Compute:
@@ -235,7 +249,11 @@ def predict(
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
     config = trained.configure(bad_share=1.0, resident="off")
-    with build_eval_pipeline(config, world_of(trained.device), source) as batches:
+    is_gpu = trained.device.type == "cuda"
+    with (
+        torch.cuda.device(trained.device) if is_gpu else contextlib.nullcontext(),
+        build_eval_pipeline(config, world_of(trained.device), source) as batches,
+    ):
         for batch in batches:
             if len(batch.samples):
                 chances = trained.network(batch.images.to(trained.dtype)).float().softmax(dim=1)

@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,6 +131,33 @@ def test_it_works_from_any_directory_and_on_a_checkpoint(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(trained_run, "quickstart")
     assert ask("quickstart") == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        ('[execution]\nkernels = "own"', True),
+        ('[execution]\nkernels = "torch"', False),
+        ("[execution", False),
+        ("", False),
+    ],
+)
+def test_a_run_with_own_kernels_is_asked_as_it_was_evaluated(copied: Path, plan: str, expected: bool) -> None:
+    (copied / "plan.toml").write_text(plan)
+    assert load_run(copied).network.fused is expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_a_gpu_answers_as_the_cpu_does(copied: Path, named_images: Path, compute: Any) -> None:
+    files = sorted((named_images / "val").rglob("*.jpeg"))
+    expected = predict(load_run(copied, device="cpu", compute="fp32"), files, top=10)
+    for one, other in zip(
+        predict(load_run(copied, device="cuda", compute=compute), files, top=10), expected, strict=True
+    ):
+        chances = {guess.label: guess.probability for guess in other.guesses}
+        for guess in one.guesses:
+            assert guess.probability == pytest.approx(chances[guess.label], abs=1e-4 if compute == "fp32" else 1e-2)
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
