@@ -96,7 +96,7 @@ def test_a_pipe_in_the_place_of_a_shard_after_opening_is_an_error_of_the_sample(
     (pack / "train-000000.tar").unlink()
     os.mkfifo(pack / "train-000000.tar")
     with pytest.raises(OSError, match="it is a pipe and not a file"):
-        train.read(0)
+        train.read(int(read_index(pack / "train.index").numbers[0]))
 
 
 def test_an_index_without_samples_is_one_sentence(pack: Path) -> None:
