@@ -87,10 +87,9 @@ class ImageFolder:
         self.labels = labels
         self.notes = notes  # what its reader should know of it, in sentences
 
-    @property
-    def split(self) -> str:
-        """The name of the folder that the paths start from."""
-        return os.path.basename(os.fsdecode(self._root).rstrip("/"))
+    def split_below(self, root: Path) -> str:
+        """The name of the folder in `root` that the paths start from; nothing where they start from there."""
+        return "" if self._root == os.fsencode(root) + b"/" else os.path.basename(os.fsdecode(self._root).rstrip("/"))
 
     @property
     def num_samples(self) -> int:

@@ -24,7 +24,7 @@ def share_scanned(world: World, sources: Sources | None, root: Path) -> Sources 
     """Rank 0's image folders on every rank; None where rank 0 has something else. Every rank calls it."""
     folders = [sources.train, sources.val] if sources is not None else []
     mine = [folder for folder in folders if isinstance(folder, ImageFolder)]
-    header = [_describe(folder) for folder in mine] if len(mine) == len(SPLITS) else None
+    header = [_describe(folder, root) for folder in mine] if len(mine) == len(SPLITS) else None
     header = world.broadcast_value(header)
     if header is None:
         return None
@@ -39,9 +39,9 @@ def share_scanned(world: World, sources: Sources | None, root: Path) -> Sources 
     return Sources(*received)
 
 
-def _describe(folder: ImageFolder) -> dict[str, Any]:
+def _describe(folder: ImageFolder, root: Path) -> dict[str, Any]:
     counts = np.bincount(folder.labels, minlength=len(folder.classes))
-    return {"folder": folder.split, "classes": list(folder.classes), "counts": counts.tolist()}
+    return {"folder": folder.split_below(root), "classes": list(folder.classes), "counts": counts.tolist()}
 
 
 def rebuild_folder(root: Path, table: dict[str, Any], paths: bytes, lengths: bytes) -> ImageFolder:

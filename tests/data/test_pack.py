@@ -20,11 +20,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.data import threads
+from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import measure_sizes, pack_folder, plan_shards
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
+from tests.data.pictures import huge_png
 from tests.engine import commands
 
 
@@ -405,3 +407,92 @@ def test_a_full_disk_is_one_sentence_and_the_pack_goes_on_later(
     assert not list((tmp_path / "pack").rglob("*.tar*"))
     pack_folder(source, tmp_path / "pack")
     assert open_shards(tmp_path / "pack")[0].num_samples == 12
+
+
+def test_any_reader_gets_mixed_classes_and_a_run_the_folders_order(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 300, 30)
+    for name, shuffle in (("mixed", True), ("plain", False)):
+        pack_folder(source, tmp_path / name, shard_mb=0.05, shuffle=shuffle)
+    labels = {
+        name: [
+            int(parts["cls"])
+            for tar in sorted((tmp_path / name).glob("train-*.tar"))
+            for parts in samples(tar).values()
+        ]
+        for name in ("mixed", "plain")
+    }
+    assert labels["plain"] == sorted(labels["plain"])
+    assert all(len(set(labels["mixed"][start : start + 30])) >= 6 for start in range(0, 270, 30))
+    folder = open_folder(source)[0]
+    for name in ("mixed", "plain"):
+        shards = open_shards(tmp_path / name)[0]
+        assert shards.labels.tolist() == folder.labels.tolist()
+        assert [shards.read(number) for number in range(300)] == [folder.read(number) for number in range(300)]
+
+
+def test_the_order_in_shards_is_stable_when_a_file_is_added(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 100, 10)
+    pack_folder(source, tmp_path / "before")
+    (source / "train" / "bar" / "new.jpeg").write_bytes(min((source / "train" / "bar").iterdir()).read_bytes())
+    pack_folder(source, tmp_path / "after")
+
+    def stems(name: str) -> list[str]:
+        return [key.split("-", 1)[1] for key in samples(tmp_path / name / "train-000000.tar")]
+
+    assert [stem for stem in stems("after") if stem != "new"] == stems("before")
+
+
+def cut_short(path: Path, keep: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_image_is_found_without_decoding_all(source: Path, tmp_path: Path, workers: int) -> None:
+    broken = [source / "train" / "ant" / f"photo.{number}" for number in ("0.JPEG", "1.png", "2.JPEG")]
+    cut_short(broken[0], 0.7)
+    cut_short(broken[1], 0.7)
+    broken[2].write_bytes(b"<html>not found</html>")
+    with pytest.raises(LockstepError, match="3 files cannot be packed") as refused:
+        pack_folder(source, tmp_path / "pack", workers=workers)
+    assert all(str(path) in str(refused.value) for path in broken)
+    train, _ = pack_folder(source, tmp_path / "pack", skip_bad=True)
+    assert train.num_samples == 9
+    assert sorted(name.split(" ")[0] for name in train.skipped) == sorted(map(str, broken))
+    shards, folder = open_shards(tmp_path / "pack")[0], open_folder(source)[0]
+    kept = [number for number in range(12) if Path(folder.name(number)) not in broken]
+    assert [shards.read(number) for number in range(9)] == [folder.read(number) for number in kept]
+
+
+def test_decoding_finds_what_header_and_end_do_not_show(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "ant" / "photo.1.png").write_bytes(huge_png(40))
+    assert pack_folder(source, tmp_path / "quick")[0].num_samples == 12
+    with pytest.raises(LockstepError, match=r"1 files cannot be packed: .*photo\.1\.png"):
+        pack_folder(source, tmp_path / "careful", decode=True)
+    with pytest.raises(LockstepError, match="holds a pack with no --decode"):
+        pack_folder(source, tmp_path / "quick", decode=True)
+
+
+def test_a_jpeg_with_bytes_behind_its_end_is_whole(source: Path, tmp_path: Path) -> None:
+    photo = source / "train" / "ant" / "photo.0.JPEG"
+    photo.write_bytes(photo.read_bytes() + b"what a camera adds" * 50)
+    assert pack_folder(source, tmp_path / "pack")[0].num_samples == 12
+
+
+def test_images_of_every_format_are_packed(source: Path, tmp_path: Path) -> None:
+    with Image.open(source / "train" / "ant" / "photo.1.png") as photo:
+        for suffix in ("webp", "bmp", "tif", "gif"):
+            photo.save(source / "train" / "bee" / f"other.{suffix}")
+    pack_folder(source, tmp_path / "pack")
+    kinds = {kind for tar in (tmp_path / "pack").glob("train-*.tar") for part in samples(tar).values() for kind in part}
+    assert kinds == {"jpeg", "png", "webp", "bmp", "tif", "gif", "cls"}
+
+
+def test_a_share_of_a_pack_is_that_of_its_folder(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 200, 10)
+    pack_folder(source, tmp_path / "pack", shard_mb=0.05)
+    pack_folder(source, tmp_path / "split", shard_mb=0.05, val_share=0.25)
+    wanted = [[part.read(n) for n in range(part.num_samples)] for part in open_folder(source, val_share=0.25)]
+    assert 30 < len(wanted[1]) < 70
+    for parts in (open_shards(tmp_path / "pack", val_share=0.25), open_shards(tmp_path / "split")):
+        assert [[part.read(n) for n in range(part.num_samples)] for part in parts] == wanted
