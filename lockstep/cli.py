@@ -326,6 +326,7 @@ def pack_data(
         val_share=val_share,
         workers=workers,
         progress=lambda title: progress(title, console),
+        say=print,
     )
     for name in (name for index in indexes for name in index.skipped):
         print(f"left out: {name}")

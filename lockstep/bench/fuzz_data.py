@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.bench.damage import NUMBERS, damage_bytes, damage_text
+from lockstep.bench.damage import NUMBERS, damage_bytes, damage_head, damage_text
 from lockstep.bench.fuzz_kinds import Files, to_bytes, write_tree_as_json
 from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, MAGIC, PROLOGUE
@@ -158,18 +158,6 @@ def claim_size(data: bytes, chance: random.Random) -> bytes:
     if frame > 0:
         changed[frame + 5 : frame + 9] = b"".join((side % 65_536).to_bytes(2, "big") for side in sides)
     return bytes(changed)
-
-
-def damage_head(data: bytes, chance: random.Random) -> bytes:
-    """Numbers out of nowhere at the beginning, or at the end, where sizes, places and counts are."""
-    changed = bytearray(data)
-    for _ in range(chance.choice([1, 1, 2, 4])):
-        near = chance.randrange(4, min(len(data) - 4, 64))
-        at = chance.choice([near, len(data) - near])
-        number = chance.choice([0, 1, 0x7FFF, 0xFFFF, 1 << 20, 0x7FFF_FFFF, 0xFFFF_FFFF, chance.randrange(1 << 32)])
-        width = chance.choice([1, 2, 4])
-        changed[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, chance.choice(["little", "big"]))
-    return bytes(changed[: len(data)])
 
 
 def damage_chunks(data: bytes, chance: random.Random) -> bytes:

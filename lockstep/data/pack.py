@@ -51,14 +51,18 @@ def pack_folder(
     workers: int = 1,
     read_timeout_s: float = READ_TIMEOUT_S,
     progress: Callable[[str], Progress] = lambda title: lambda done, total: None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> list[Index]:
     """Pack both splits of an image folder, or of a set in Parquet, and return their indexes.
 
     A finished pack is left as it is. `short_side` 0 keeps every file's bytes, `decode` decodes each image to see that
-    it is whole. `progress` makes a display of (samples done, total) from a title.
+    it is whole. `progress` makes a display of (samples done, total) from a title; `say` is told what the folder holds
+    beside its images.
     """
     look(partial(_refuse_places, source, target), read_timeout_s)
     folders = open_packable(source, read_timeout_s, val_share)
+    for note in (note for folder in folders for note in folder.notes):
+        say(note)
     sizes = [
         measure_sizes(folder, progress(f"Looking at {split}"), read_timeout_s)
         for folder, split in zip(folders, SPLITS, strict=True)
@@ -207,6 +211,7 @@ def _is_written(job: ShardJob) -> bool:
         return False
     whole = [(shard.name, shard.num_bytes) for shard in part.shards] == [(job.name, num_bytes)]
     ours = part.classes == job.folder.classes and part.settings == job.settings
+    ours = ours and bool(np.isin(part.numbers, job.numbers).all())
     return whole and ours and (job.skip_bad or not part.skipped)
 
 

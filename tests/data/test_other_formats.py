@@ -84,7 +84,9 @@ def grow_tiff(data: bytes) -> bytes:
 
 
 def canvas_webp(side: int) -> bytes:
-    data = bytearray(encode(Image.new("RGBA", (8, 8)), "WEBP", save_all=True, append_images=[Image.new("RGBA", (8, 8))]))
+    data = bytearray(
+        encode(Image.new("RGBA", (8, 8)), "WEBP", save_all=True, append_images=[Image.new("RGBA", (8, 8))])
+    )
     assert data[12:16] == b"VP8X"
     data[24:30] = (side - 1).to_bytes(3, "little") * 2
     return bytes(data)

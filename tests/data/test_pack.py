@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -496,3 +497,26 @@ def test_a_share_of_a_pack_is_that_of_its_folder(tmp_path: Path) -> None:
     assert 30 < len(wanted[1]) < 70
     for parts in (open_shards(tmp_path / "pack", val_share=0.25), open_shards(tmp_path / "split")):
         assert [[part.read(n) for n in range(part.num_samples)] for part in parts] == wanted
+
+
+def test_what_a_folder_holds_beside_its_images_is_said(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "ant" / "scan.heic").write_bytes(b"x")
+    said: list[str] = []
+    pack_folder(source, tmp_path / "pack", say=said.append)
+    assert len(said) == 1
+    assert "1 .heic, such as ant/scan.heic" in said[0]
+
+
+def test_a_part_with_a_number_of_another_shard_is_written_again(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pack"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.data.pack._finish_split", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, target, shard_mb=0.03)
+    parts = [read_index(path) for path in sorted((target / ".pack").glob("train-*.index"))]
+    numbers = parts[0].numbers.copy()
+    numbers[0] = parts[1].numbers[0]
+    write_index(target / ".pack" / "train-000000.tar.index", replace(parts[0], numbers=numbers))
+    pack_folder(source, target, shard_mb=0.03)
+    pack_folder(source, tmp_path / "whole", shard_mb=0.03)
+    assert contents(target) == contents(tmp_path / "whole")

@@ -5,13 +5,16 @@ import os
 import pickle
 import resource
 import struct
+import timeit
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lockstep.data.decode import decode
 from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import pack_folder
@@ -19,6 +22,7 @@ from lockstep.data.reader import SampleReader
 from lockstep.data.shards import Shards, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
+from tests.data.pictures import encode, picture
 
 
 @pytest.fixture(scope="module")
@@ -195,3 +199,18 @@ def test_a_pack_of_the_first_format_is_still_read(folder: Path, tmp_path: Path) 
     assert bytes_of(open_shards(tmp_path / "pack")[0]) == bytes_of(open_folder(folder)[0])
     train, val = open_shards(tmp_path / "pack", val_share=0.3)
     assert sorted(bytes_of(train) + bytes_of(val)) == sorted(bytes_of(open_folder(folder)[0]))
+
+
+def test_a_checksum_costs_little_beside_decoding() -> None:
+    rough = np.random.default_rng(0).integers(-20, 20, (375, 500, 3))
+    photo = encode((picture(375, 500) + rough).clip(0, 255).astype(np.uint8), quality=85, subsampling=2)
+
+    def seconds(work: Callable[[], object], count: int) -> float:
+        return min(timeit.repeat(work, number=count, repeat=5)) / count
+
+    checking, decoding = seconds(lambda: zlib.crc32(photo), 200), seconds(lambda: decode(photo), 10)
+    print(
+        f"{len(photo):,} bytes: checksum {len(photo) / checking / 1e6:,.0f} MB/s, decoding "
+        f"{len(photo) / decoding / 1e6:,.0f} MB/s, {checking / decoding:.1%} of it"
+    )
+    assert checking < 0.2 * decoding
