@@ -27,6 +27,8 @@ from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 SPLITS = ("train", "val")
+NAMED = 5  # samples that a sentence names
+GATHERED = 1 << 16  # values of an index taken over at a time
 WORK_FOLDER = ".pack"  # what an unfinished pack keeps beside its shards
 
 
@@ -77,21 +79,20 @@ class Shards:
         chosen = index.order if chosen is None else chosen
         self.classes = index.classes
         # In as few bytes as will do: sixteen for each sample and not the index's thirty-six.
-        labels = index.labels[chosen]
-        self.labels: NDArray[np.integer[Any]] = labels.astype(np.min_scalar_type(len(index.classes)))
-        self._blocks = (index.offsets[chosen] // BLOCK).astype(np.uint32)
-        self._lengths = index.lengths[chosen]
-        self._checksums = index.checksums[chosen]
+        self.labels: NDArray[np.integer[Any]] = _gather(index.labels, chosen, np.min_scalar_type(len(index.classes)))
+        self._blocks = _gather(index.offsets, chosen, np.dtype(np.uint32), BLOCK)
+        self._lengths = _gather(index.lengths, chosen, np.dtype(np.uint32))
+        self._checksums = _gather(index.checksums, chosen, np.dtype(np.uint32))
         self._checks_bytes = checks_bytes and has_checksums(index)
         self._paths = [root / shard.name for shard in index.shards]
-        kind = np.min_scalar_type(len(self._paths))
+        kind = np.min_scalar_type(max(1, len(self._paths)))
         counts = [shard.num_samples for shard in index.shards]
-        self._shards: NDArray[np.integer[Any]] = np.repeat(np.arange(len(counts), dtype=kind), counts)[chosen]
+        self._shards = _gather(np.repeat(np.arange(len(counts), dtype=kind), counts), chosen, kind)
         self._open = _build_opener()
-        self.notes: tuple[str, ...] = ()  # what its reader should know of it, in sentences
+        self.notes = describe_skipped(root, index)  # what its reader should know of it, in sentences
         # Not the offsets: the same samples in shards of another size are the same data.
         content = hash_arrays(self._lengths, self._checksums)
-        self._fingerprint = {"labels": hash_labels(index.classes, labels), "bytes": content}
+        self._fingerprint = {"labels": hash_labels(index.classes, self.labels), "bytes": content}
 
     @property
     def num_samples(self) -> int:
@@ -137,6 +138,25 @@ def _build_opener() -> Callable[[Path], OpenShard]:
     return lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
 
 
+def _gather(
+    values: NDArray[Any], chosen: NDArray[np.int64], kind: np.dtype[Any], divisor: int = 1
+) -> NDArray[np.integer[Any]]:
+    """The chosen values as another kind, a few at a time: whole arrays in between would leave holes in the memory."""
+    found = np.empty(len(chosen), kind)
+    for start in range(0, len(chosen), GATHERED):
+        part = values[chosen[start : start + GATHERED]]
+        found[start : start + GATHERED] = part // divisor if divisor > 1 else part
+    return found
+
+
+def describe_skipped(root: Path, index: Index) -> tuple[str, ...]:
+    """A sentence on samples that the index leaves out."""
+    if not index.skipped:
+        return ()
+    named = ", ".join(index.skipped[:NAMED]) + (", …" if len(index.skipped) > NAMED else "")
+    return (f"{len(index.skipped):,} samples in {root} are left out since its index was made: {named}.",)
+
+
 def has_checksums(index: Index) -> bool:
     """Whether somebody has read every sample that the index names."""
     return index.settings.get("checksums", 1) != 0
@@ -164,7 +184,9 @@ def join_splits(
         return Shards(root, train, None, checks_bytes), Shards(root, val, None, checks_bytes)
     order = train.order
     is_held_out = choose_held_out(train.names[order], val_share)
-    return Shards(root, train, order[~is_held_out], checks_bytes), Shards(root, train, order[is_held_out], checks_bytes)
+    parts = [Shards(root, train, order[mask], checks_bytes) for mask in (~is_held_out, is_held_out)]
+    parts[1].notes = ()  # the first has said them
+    return parts[0], parts[1]
 
 
 def read_indexes(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Index]:

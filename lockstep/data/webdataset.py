@@ -39,7 +39,6 @@ LABEL_KEYS = ("label", "cls", "class", "class_id", "class_label")  # of a sample
 NAME_KEYS = ("class_name", "label_name", "classname", "synset", "wnid")
 NAME_FILES = ("classes.txt", "class_names.txt", "labels.txt", "classnames.txt")
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -108,17 +107,13 @@ def open_tars(
     """Both splits of the tar files in a folder; their index is made on first use."""
     train_files, val_files, notes = split_files(root, tars, val_share)
     indexes = read_or_build(root, [train_files, val_files], progress, workers, limit_s)
-    num_skipped = sum(len(index.skipped) for index in indexes)
-    if num_skipped:
-        named = [name for index in indexes for name in index.skipped][:NAMED]
-        notes += (f"{num_skipped:,} samples in {root} have no image or no label and are left out: {', '.join(named)}.",)
     train, val = indexes
     if not val_share:
         splits = Shards(root, train), Shards(root, val)
     else:
         is_held_out = choose_held_out(train.names, val_share)
         splits = Shards(root, train, np.flatnonzero(~is_held_out)), Shards(root, train, np.flatnonzero(is_held_out))
-    splits[0].notes = (
+    splits[0].notes += (
         *notes,
         f"The tar files in {root} have no checksums, so that a flipped bit may go unnoticed; "
         f"`lockstep data index {root}` adds them.",

@@ -13,6 +13,7 @@ from lockstep.engine.build import Sources
 from lockstep.events import Notice
 
 NUM_PROBES = 24
+NAMED = 5  # classes that a sentence names
 ENLARGED = 2.0  # times, from which on a network mostly looks at what the resizing made up
 LEAST_STEPS = 8  # of an epoch, below which its batches hardly differ
 SMALL_SIDE = 40  # pixels of which the first layers for large images leave a single one at the end
@@ -23,11 +24,23 @@ def describe_fit(config: RunConfig, sources: Sources) -> list[Notice]:
     """What the data's own notes say, and what of the recipe does not suit the data."""
     notes = [note for source in (sources.train, sources.val) for note in getattr(source, "notes", ())]
     unwise = [
+        *_judge_classes(sources),
         *_judge_batch(config, sources.train),
         *_judge_size(config, sources.train),
         *_judge_schedule(config, sources),
     ]
     return [*(Notice(level="info", text=text) for text in notes), *(Notice(level="warning", text=t) for t in unwise)]
+
+
+def _judge_classes(sources: Sources) -> list[str]:
+    """Classes of which nothing can be learnt, or nothing be seen of what was learnt; a split by hash may leave some."""
+    said = []
+    for source, what in ((sources.train, "training"), (sources.val, "validation")):
+        empty = np.flatnonzero(np.bincount(source.labels.astype(np.int64), minlength=len(source.classes)) == 0)
+        if len(empty):
+            names = ", ".join(source.classes[label] for label in empty[:NAMED]) + (", …" if len(empty) > NAMED else "")
+            said.append(f"{len(empty):,} of {len(source.classes):,} classes have no {what} sample: {names}.")
+    return said
 
 
 def _judge_batch(config: RunConfig, train: Source) -> list[str]:

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import struct
 import timeit
 import zlib
@@ -214,3 +215,15 @@ def test_a_checksum_costs_little_beside_decoding() -> None:
         f"{len(photo) / decoding / 1e6:,.0f} MB/s, {checking / decoding:.1%} of it"
     )
     assert checking < 0.2 * decoding
+
+
+def test_what_was_left_out_of_a_pack_is_a_note_of_it(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    victim = min((copy / "train" / "bar").iterdir())
+    victim.write_bytes(b"no image")
+    pack_folder(copy, tmp_path / "pack", skip_bad=True)
+    train, val = open_shards(tmp_path / "pack")
+    assert val.notes == ()
+    (note,) = train.notes
+    assert "1 samples" in note
+    assert str(victim) in note

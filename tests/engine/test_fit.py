@@ -76,6 +76,14 @@ def test_an_epoch_of_two_steps_is_mentioned() -> None:
     assert len(texts) == 2
 
 
+def test_classes_without_samples_are_named() -> None:
+    source = Many(60_000, 300)
+    source.classes = ("ant", "bee", "cow")  # type: ignore[assignment]
+    config = load_recipe("resnet50-256", ["data.source=folder", "data.path=x"])[1]
+    texts = [notice.text for notice in describe_fit(config, Sources(source, source))]
+    assert texts == [f"1 of 3 classes have no {what} sample: cow." for what in ("training", "validation")]
+
+
 def test_the_quickstart_has_nothing_to_say(tmp_path: Path) -> None:
     config = load_recipe("quickstart", [])[1]
     source = Many(config.data.train_images, 64)
