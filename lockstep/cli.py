@@ -272,7 +272,8 @@ def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str) -> 
 @data.command("pack")
 def pack_data(
     source: Annotated[
-        Path, typer.Argument(parser=Path, help="An image folder that holds train/ and val/.", metavar="SRC")
+        Path,
+        typer.Argument(parser=Path, help="A folder that holds train/ and val/, or Parquet files.", metavar="SRC"),
     ],
     target: Annotated[
         Path, typer.Argument(parser=Path, help="The shards' folder: new, empty, or a pack to finish.", metavar="DST")
@@ -283,7 +284,14 @@ def pack_data(
     ] = 0,
     quality: Annotated[int, typer.Option(min=1, max=100, help="JPEG quality of images made smaller.")] = 90,
     workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable files out, and name them.")] = False,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave broken files out, and name them.")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Decode every image, rather than look at its header and its end.")
+    ] = False,
+    shuffle: Annotated[bool, typer.Option(help="Mix the samples in the shards; runs keep the folder's order.")] = True,
+    val_share: Annotated[
+        float, typer.Option(min=0, max=0.99, help="Keep this share of train/ for validation, instead of val/.")
+    ] = 0.0,
 ) -> None:
     """Pack an image folder into tar shards with an index. Stopped at any time, the same command goes on."""
     from lockstep.data.pack import pack_folder
@@ -297,14 +305,36 @@ def pack_data(
         short_side=short_side,
         quality=quality,
         skip_bad=skip_bad,
+        decode=decode,
+        shuffle=shuffle,
+        val_share=val_share,
         workers=workers,
         progress=lambda title: progress(title, console),
+        say=print,
     )
     for name in (name for index in indexes for name in index.skipped):
         print(f"left out: {name}")
     print(
         f"Packed {sum(index.num_samples for index in indexes):,} samples of {len(indexes[0].classes):,} classes into "
         f"{sum(len(index.shards) for index in indexes):,} shards; train on them with --set data.path={target}"
+    )
+
+
+@data.command("index")
+def index_data(
+    target: Annotated[Path, typer.Argument(parser=Path, help="A folder of WebDataset's tar files.", metavar="DST")],
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one for each core.")] = 0,
+) -> None:
+    """Read every byte of tar files of others, and leave an index with checksums beside them."""
+    from lockstep.data.webdataset import index_tars
+    from lockstep.report.display import progress
+
+    indexes = index_tars(target.expanduser(), workers, progress("Reading", Console()))
+    for name in (name for index in indexes for name in index.skipped):
+        print(f"left out: {name}")
+    print(
+        f"Found {sum(index.num_samples for index in indexes):,} samples of {len(indexes[0].classes):,} classes in "
+        f"{sum(len(index.shards) for index in indexes):,} tar files; train on them with --set data.path={target}"
     )
 
 

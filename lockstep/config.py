@@ -105,11 +105,18 @@ class DataConfig(Section):
     """Where samples come from and how they become a batch."""
 
     section = "data"
-    only_with = {"path": ("source", ("folder",))}
+    only_with = {"path": ("source", ("folder",)), "val_share": ("source", ("folder",))}
 
     source: Literal["generated", "folder"] = Field(default="generated", description="where samples lie")
     path: str = Field(
-        default="", description="folder that holds train/ and val/, or their packed shards, for source = folder"
+        default="",
+        description="folder that holds train/ and val/, packed shards, tar or Parquet files, for source = folder",
+    )
+    val_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the training samples kept for validation, by a hash of their names; 0: val/ is",
     )
     train_images: int = Field(default=4096, ge=1, le=MOST, description="training samples to generate")
     val_images: int = Field(default=1024, ge=1, le=MOST, description="validation samples to generate")
@@ -151,6 +158,7 @@ class DataConfig(Section):
     bad_share: float = Field(
         default=0.001, ge=0, le=1, description="share of unreadable samples above which a run stops"
     )
+    check_bytes: bool = Field(default=True, description="hold each packed sample against its checksum when it is read")
     read_timeout_s: float = Field(
         default=60.0,
         gt=0,

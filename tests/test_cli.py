@@ -1,6 +1,7 @@
 """Each mistake a user can make, tried on the real program: one clear sentence, a non-zero exit, no traceback."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from lockstep import __version__
 from lockstep.data.generated import build_generated
+from lockstep.data.index import read_index
 from lockstep.data.pack import pack_folder
 from lockstep.events import EpochDone, Notice, RunEnded, RunStarted
 from tests.engine import commands
@@ -108,7 +110,7 @@ def test_a_truncated_jpeg_is_replaced_and_named(folder: Path, tmp_path: Path) ->
     assert "Traceback" not in out + err
     notices = [event for event in commands.events(run) if isinstance(event, Notice)]
     texts = [event.text for event in notices if event.level == "warning"]
-    assert [str(victim) in text and "neighbour" in text for text in texts] == [True]
+    assert ["neighbour" in text for text in texts if str(victim) in text] == [True]
     assert [event.bad_samples for event in commands.events(run) if isinstance(event, EpochDone)] == [1, 1]
 
 
@@ -203,7 +205,7 @@ def test_a_disk_that_takes_no_checkpoint_costs_the_checkpoint_and_not_the_run(im
     assert "Traceback" not in out + err
     assert f"could not be written to {run / 'checkpoints'}" in err
     warnings = [event for event in commands.events(run) if isinstance(event, Notice) and event.level == "warning"]
-    assert len(warnings) == 4  # steps 3, 6, 9 and the last
+    assert sum("could not be written" in event.text for event in warnings) == 4  # steps 3, 6, 9 and the last
     assert commands.summary(run)["steps"] == 10
     assert list((run / "checkpoints").iterdir()) == []
 
@@ -278,7 +280,9 @@ def test_damaged_samples_are_listed_and_counted(images: Path, tmp_path: Path) ->
     tar.write_bytes(content)
     result = commands.run("data", "verify", str(pack))
     assert "1 of 180 samples" in refuse(result)
-    assert "train-000000.tar  00000000-0000000  sample 0: its bytes do not match their checksum" in result[1]
+    number = read_index(pack / "train.index").numbers[0]
+    damage = rf"train-000000\.tar  {number:08d}-\d+  sample {number}: its bytes do not match their checksum"
+    assert re.search(damage, result[1])
 
 
 def test_a_wrong_pack_is_one_sentence(images: Path, tmp_path: Path) -> None:

@@ -198,3 +198,15 @@ def list_places(tree: Any) -> list[tuple[Any, Any]]:
     """Every (container, key) of a tree."""
     keys = list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else []
     return [(tree, key) for key in keys] + [place for key in keys for place in list_places(tree[key])]
+
+
+def damage_head(data: bytes, chance: random.Random) -> bytes:
+    """Numbers out of nowhere at the beginning, or at the end, where sizes, places and counts are."""
+    changed = bytearray(data)
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        near = chance.randrange(4, min(len(data) - 4, 64))
+        at = chance.choice([near, len(data) - near])
+        number = chance.choice([0, 1, 0x7FFF, 0xFFFF, 1 << 20, 0x7FFF_FFFF, 0xFFFF_FFFF, chance.randrange(1 << 32)])
+        width = chance.choice([1, 2, 4])
+        changed[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, chance.choice(["little", "big"]))
+    return bytes(changed[: len(data)])

@@ -40,19 +40,23 @@ if TYPE_CHECKING:
 
 # How many of a hundred files are of which kind.
 SHARES = {
-    "recipe": 14,
+    "recipe": 13,
     "cluster": 4,
-    "checkpoint": 12,
-    "plan": 9,
+    "checkpoint": 11,
+    "plan": 8,
     "profile": 6,
     "device profile": 4,
-    "event log": 9,
-    "index": 11,
+    "event log": 8,
+    "index": 10,
     "tar member": 7,
     "unfinished pack": 4,
-    "JPEG": 7,
-    "progressive JPEG": 6,
-    "PNG": 7,
+    "JPEG": 6,
+    "progressive JPEG": 5,
+    "PNG": 6,
+    "WebP": 2,
+    "BMP": 2,
+    "GIF": 2,
+    "TIFF": 2,
 }
 PROGRAM = (sys.executable, "-m", "lockstep.bench.fuzz")  # that tries files
 BATCH = 250  # files of one process
@@ -316,7 +320,7 @@ def build_kind(name: str) -> "Kind":
         "unfinished pack": partial(Pack, "unfinished pack"),
         "JPEG": partial(ImageFile, "JPEG"),
         "progressive JPEG": partial(ImageFile, "progressive JPEG"),
-        "PNG": partial(ImageFile, "PNG"),
+        **{kind: partial(ImageFile, kind) for kind in ("PNG", "WebP", "BMP", "GIF", "TIFF")},
     }
     return kinds[name]()
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.bench.damage import NUMBERS, damage_bytes, damage_text
+from lockstep.bench.damage import NUMBERS, damage_bytes, damage_head, damage_text
 from lockstep.bench.fuzz_kinds import Files, to_bytes, write_tree_as_json
 from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, MAGIC, PROLOGUE
@@ -78,9 +78,9 @@ def quiet(title: str) -> Any:
 class ImageFile:
     """An image among good ones."""
 
-    def __init__(self, name: Literal["JPEG", "progressive JPEG", "PNG"]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._suffix = "png" if name == "PNG" else "jpeg"
+        self._suffix = "jpeg" if "JPEG" in name else name.lower()
         self._whole = build_images(name)
         self._good = self._whole[0]
 
@@ -90,7 +90,8 @@ class ImageFile:
         if way == 0:
             data = claim_size(data, chance)
         if way == 1:
-            data = (damage_chunks if self.name == "PNG" else damage_segments)(data, chance)
+            damage = {"png": damage_chunks, "jpeg": damage_segments}.get(self._suffix, damage_head)
+            data = damage(data, chance)
         if way > 1 or chance.random() < 0.3:
             data = damage_bytes(data, chance, self._whole)
         damaged = f"val/a/damaged.{self._suffix}"
@@ -115,13 +116,23 @@ def build_images(name: str) -> list[bytes]:
 
     def add(image: Image.Image, **options: Any) -> None:
         file = io.BytesIO()
-        image.save(file, "PNG" if name == "PNG" else "JPEG", **options)
+        image.save(file, "JPEG" if "JPEG" in name else name.upper(), **options)
         images.append(file.getvalue())
 
     if name == "PNG":
         for mode in ("RGB", "RGBA", "P", "L", "LA", "1"):
             add(pixels.convert(mode))
         add(Image.fromarray(np.linspace(0, 65535, 40 * 56).reshape(40, 56).astype(np.uint16)))
+        return images
+    if "JPEG" not in name:
+        for mode in {"WebP": ("RGB", "RGBA"), "GIF": ("P", "L")}.get(name, ("RGB", "P", "L", "1")):
+            add(pixels.convert(mode))
+        if name == "TIFF":
+            for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits"):
+                add(pixels, compression=compression)
+        elif name != "BMP":
+            more = pixels.convert("P" if name == "GIF" else "RGBA")
+            add(more, save_all=True, append_images=[more] * 3)
         return images
     is_progressive = name != "JPEG"
     for subsampling in (0, 1, 2):

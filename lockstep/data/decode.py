@@ -1,9 +1,10 @@
 """Encoded bytes → uint8 image on the host (step 3 on the walk).
 
 JPEG goes through libjpeg-turbo without the GIL, at half, a quarter or an eighth of its size where that is enough; what
-it refuses (CMYK, PNG, harmless irregularities) goes through Pillow. Data sets hold damaged files, so every failure is a
-`DecodeError` that the pipeline handles sample by sample. What would take much memory or time is refused by its header
-(`jpeg_frame.py` walks that of a JPEG): one sample must not hold up a step of all ranks.
+it refuses (CMYK, PNG, harmless irregularities) goes through Pillow, and so do WebP, BMP, TIFF and a GIF's first
+picture. Data sets hold damaged files, so every failure is a `DecodeError` that the pipeline handles sample by sample.
+What would take much memory or time is refused by its header (`jpeg_frame.py` walks that of a JPEG, `other_formats.py`
+those of the odd ones): one sample must not hold up a step of all ranks.
 """
 
 import io
@@ -15,7 +16,8 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from lockstep.data.jpeg_frame import START_OF_SCAN, Encoded, Frame, read_frame
+from lockstep.data.jpeg_frame import START_OF_SCAN, Encoded, Frame, find_end, read_frame
+from lockstep.data.other_formats import is_whole, read_sides, tidy_tiff
 
 Pixels = NDArray[np.uint8]
 
@@ -23,12 +25,16 @@ Pixels = NDArray[np.uint8]
 MAX_PIXELS = 1 << 26
 # Pillow holds four bytes of a pixel beside the three of the result, so that it gets half as many.
 PILLOW_SHARE = 2
+# Of these it holds one canvas or more beside the image, and converts without rows.
+OTHER_SHARE = 4
 PILLOW_ROWS = 64  # converted at a time: the image as a whole would take as much memory again
 # Photographs have up to a dozen; each takes as long as a whole image, so that the largest images may have sixteen.
 MAX_SCANS, MAX_SCAN_PIXELS = 100, 1 << 30
 # All that a data set may hold; Pillow would start other programs for some of the formats it knows.
 FORMATS = ("JPEG", "PNG")
-PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# Pixels of other kinds, such as floating-point numbers, have no colours that anybody could know.
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+PNG_SIGNATURE, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 # The reduced scales that a JPEG decoder reaches by leaving work out; those in between take longer than the whole image.
 FACTORS = (1, 2, 4, 8)
 
@@ -53,6 +59,13 @@ def read_header(data: Encoded) -> Header:
         raise DecodeError("the file is empty")
     if bytes(data[:8]) == PNG_SIGNATURE:
         return _build_pillow_header(*_read_png_size(data))
+    if data[0] != 0xFF:  # which a JPEG starts with
+        try:
+            other = read_sides(data)
+        except ValueError as error:
+            raise DecodeError(str(error)) from error
+        if other:
+            return _build_pillow_header(other.height, other.width, OTHER_SHARE)
     frame = read_frame(data)
     try:
         height, width, colors, _ = simplejpeg.decode_jpeg_header(data)
@@ -83,15 +96,23 @@ def _check_scans(data: Encoded, frame: Frame, num_pixels: int) -> None:
             raise DecodeError(f"more than {allowed} scans")
 
 
-def _build_pillow_header(height: int, width: int) -> Header:
+def is_ended(data: Encoded) -> bool:
+    """Whether an image ends as its kind does; where it does not, only decoding tells whether something is missing."""
+    if bytes(data[:8]) == PNG_SIGNATURE:
+        return PNG_END in bytes(data[-64:])
+    other = read_sides(data)
+    return is_whole(data, other.kind) if other else find_end(data)
+
+
+def _build_pillow_header(height: int, width: int, share: int = PILLOW_SHARE) -> Header:
     """The header of what Pillow decodes, at its full size."""
-    _check_for_pillow(height, width)
+    _check_for_pillow(height, width, share)
     return Header(height, width, "", 1, 1)
 
 
-def _check_for_pillow(height: int, width: int) -> None:
-    if height * width > MAX_PIXELS // PILLOW_SHARE:
-        raise DecodeError(f"{width} × {height} is more than {MAX_PIXELS // PILLOW_SHARE} pixels")
+def _check_for_pillow(height: int, width: int, share: int = PILLOW_SHARE) -> None:
+    if height * width > MAX_PIXELS // share:
+        raise DecodeError(f"{width} × {height} is more than {MAX_PIXELS // share} pixels")
 
 
 def _read_png_size(data: Encoded) -> tuple[int, int]:
@@ -147,10 +168,16 @@ def _read_size_with_pillow(data: Encoded) -> tuple[int, int]:
 
 
 def _decode_with_pillow(data: Encoded, factor: int) -> Pixels:
-    """JPEG or PNG of any kind; Pillow knows that Adobe stores CMYK inverted."""
+    """An image of any kind; Pillow knows that Adobe stores CMYK inverted."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _check_for_pillow(image.height, image.width)  # one that only a reduced scale would have made bearable
+        other = read_sides(data)
+        if other:
+            data = tidy_tiff(data) if other.kind == "TIFF" else data
+        with Image.open(io.BytesIO(data), formats=(other.kind,) if other else FORMATS) as image:
+            # One that only a reduced scale would have made bearable.
+            _check_for_pillow(image.height, image.width, OTHER_SHARE if other else PILLOW_SHARE)
+            if other and not image.mode.startswith("I;16") and image.mode not in MODES:
+                raise DecodeError(f"pixels of mode {image.mode} are not read; save it as 8-bit RGB or grey")
             if image.mode.startswith("I;16"):
                 # Pillow would clip 16-bit grey at 255, which is nearly white everywhere; keep the upper byte instead.
                 return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[..., None], 3, axis=2)
@@ -174,5 +201,5 @@ def _convert_by_rows(image: Image.Image) -> Pixels:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return "neither a JPEG nor a PNG"  # its own words name an object in memory
+        return "no image of a kind that is read"  # its own words name an object in memory
     return str(error) or type(error).__name__

@@ -1,8 +1,10 @@
 """The index of packed shards: where each sample lies, its label and checksum, in one file for each split.
 
 The file: magic, header length, CRC-32 of the rest; a JSON header; then one plain array for each of offsets, labels,
-lengths and checksums. Opening it creates no object for a sample, however many there are. It is read and not mapped: a
-file cut short under a map ends the process, and what was checked (`index_check.py`) stays as it was. Torch-free.
+names, lengths, checksums and numbers, in the order of the shards. Shards may be shuffled: `numbers` says which sample
+of the split each record is. Opening it creates no object for a sample, however many there are. It is read and not
+mapped: a file cut short under a map ends the process, and what was checked (`index_check.py`) stays as it was.
+Torch-free.
 """
 
 import json
@@ -10,32 +12,45 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.data.index_check import ShardInfo, check_arrays, check_header
+from lockstep.data.index_check import ShardInfo, check_arrays, check_header, plan_order
+from lockstep.data.order import mix
 from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 Settings = Mapping[str, float | str]
 
-FORMAT = 1
+FORMAT = 2
 MAGIC = b"LSINDEX\n"
 PROLOGUE = struct.Struct("<8sII")  # magic, length of the header, CRC-32 of that length, header and arrays
 # In the order of the file: the wider ones first, so that each array is aligned.
-ARRAYS = {"offsets": "<i8", "labels": "<i8", "lengths": "<u4", "checksums": "<u4"}
+ARRAYS = {
+    "offsets": "<i8",
+    "labels": "<i8",
+    "names": "<u8",
+    "lengths": "<u4",
+    "checksums": "<u4",
+    "numbers": "<u4",
+}
+# Of format 1, whose shards lie in the order of the samples; such packs are still read.
+FIRST_ARRAYS = {name: ARRAYS[name] for name in ("offsets", "labels", "lengths", "checksums")}
 ALIGNMENT = 64
-MAX_INDEX_BYTES = 1 << 32  # 180 million samples; no forged file shall take all the memory
+MAX_INDEX_BYTES = 1 << 32  # 110 million samples; no forged file shall take all the memory
 
 
 @dataclass(frozen=True)
 class Index:
-    """One split: its classes and shards, and for each sample where its bytes lie within its shard."""
+    """One split: its classes and shards, and for each record of them where the sample's bytes lie, and which it is.
+
+    Without `names`, what a sample holds stands for what it is called; without `numbers`, records are in order.
+    """
 
     classes: tuple[str, ...]
     shards: tuple[ShardInfo, ...]
@@ -45,6 +60,20 @@ class Index:
     labels: NDArray[np.int64]
     lengths: NDArray[np.uint32]
     checksums: NDArray[np.uint32]  # CRC-32 of the sample's bytes
+    # Hashes of what the samples were called, and their numbers in the split, none twice.
+    names: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    numbers: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.offsets):
+            object.__setattr__(self, "names", mix(self.lengths, self.checksums))
+        if len(self.numbers) != len(self.offsets):
+            object.__setattr__(self, "numbers", np.arange(len(self.offsets), dtype=np.uint32))
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Which record each sample of the split is."""
+        return plan_order(self.numbers)
 
     @property
     def num_samples(self) -> int:
@@ -63,8 +92,10 @@ def split_index(index: Index) -> list[Index]:
 
 
 def join_indexes(parts: Sequence[Index]) -> Index:
-    """One index for the shards of several, in their order."""
+    """One index for the shards of several, in their order; samples are numbered without gaps."""
     arrays: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    order = plan_order(arrays["numbers"])
+    arrays["numbers"][order] = np.arange(len(order))
     return Index(
         parts[0].classes,
         tuple(shard for part in parts for shard in part.shards),
@@ -133,12 +164,16 @@ def _parse_index(data: bytes) -> Index:
     header = json.loads(bytes(body[:length]))
     check_header(header, FORMAT)
     arrays: dict[str, Any] = {}
+    kinds = FIRST_ARRAYS if header["format"] == 1 else ARRAYS
     start, num_samples = PROLOGUE.size + length, header["num_samples"]
-    if len(data) != start + num_samples * sum(np.dtype(kind).itemsize for kind in ARRAYS.values()):
+    if len(data) != start + num_samples * sum(np.dtype(kind).itemsize for kind in kinds.values()):
         raise ValueError(f"its {len(data):,} bytes are not those of {num_samples:,} samples")
-    for name, kind in ARRAYS.items():
+    for name, kind in kinds.items():
         arrays[name] = np.frombuffer(data, kind, num_samples, start)
         start += arrays[name].nbytes
     classes, shards = tuple(header["classes"]), tuple(ShardInfo(*shard) for shard in header["shards"])
-    check_arrays(len(classes), shards, arrays["offsets"], arrays["labels"], arrays["lengths"])
-    return Index(classes, shards, tuple(header["skipped"]), header["settings"], **arrays)
+    is_ours = "webdataset" not in header["settings"]
+    check_arrays(len(classes), shards, arrays["offsets"], arrays["labels"], arrays["lengths"], is_ours)
+    index = Index(classes, shards, tuple(header["skipped"]), header["settings"], **arrays)
+    plan_order(index.numbers)  # for what it refuses
+    return index

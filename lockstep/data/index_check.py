@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from lockstep.data.record import BLOCK, END, FRAME_BYTES
 
 MAX_SHARD_BYTES = 1 << 40  # so that a place in a shard, counted in blocks, fits 32 bits
-SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")  # in the index's own folder, and not hidden
+# In the index's own folder or, of tar files of others, in one below it; and not hidden.
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9_.-]{0,199})?")
 
 
 class ShardInfo(NamedTuple):
@@ -25,12 +26,12 @@ class ShardInfo(NamedTuple):
     num_bytes: int
 
 
-def check_header(header: Any, wanted_format: int) -> None:
+def check_header(header: Any, newest_format: int) -> None:
     """Refuse a header that lacks something or says something impossible."""
     if not isinstance(header, dict):
         raise ValueError("its header is no table")
-    if header.get("format") != wanted_format:
-        raise ValueError(f"it has format {str(header.get('format'))[:40]}, this version reads {wanted_format}")
+    if not _is_count(header.get("format")) or not 1 <= header["format"] <= newest_format:
+        raise ValueError(f"it has format {str(header.get('format'))[:40]}, this version reads 1 to {newest_format}")
     faults = {
         "num_samples": not _is_count(header.get("num_samples")),
         "classes": not _are_names(header.get("classes")) or not header["classes"],
@@ -79,10 +80,11 @@ def check_arrays(
     offsets: NDArray[np.int64],
     labels: NDArray[np.int64],
     lengths: NDArray[np.uint32],
+    is_ours: bool = True,
 ) -> None:
     """Refuse a sample of a class that there is not, or that does not lie in its shard as a record does.
 
-    By reductions, which need no memory of the arrays' size.
+    By reductions, which need no memory of the arrays' size. In shards that are not `is_ours` a label may come first.
     """
     if not len(labels):
         return
@@ -96,10 +98,25 @@ def check_arrays(
         last = first + shard.num_samples
         ends = offsets[first:last] + lengths[first:last]
         # Behind a sample come the rest of its block, its label and the end of the shard.
-        room = (shard.num_bytes - (FRAME_BYTES - BLOCK) - len(END)) // BLOCK * BLOCK
+        room = (shard.num_bytes - (FRAME_BYTES - BLOCK) - len(END)) // BLOCK * BLOCK if is_ours else shard.num_bytes
         if last > first and ends.max() > room:
             _refuse(first, ends > room, f"lies beyond the end of {shard.name}")
         first = last
+
+
+def plan_order(numbers: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """The place of each number, from the least on; refuses a number that comes twice."""
+    count = len(numbers)
+    order = np.full(count, -1, np.int64)
+    if count and int(numbers.max()) < count:  # as in every finished pack, where nothing has to be sorted
+        order[numbers] = np.arange(count)
+        if (order < 0).any():
+            raise ValueError("a sample has the number of another")
+        return order
+    order = np.argsort(numbers, kind="stable")
+    if count and not (np.diff(numbers[order].astype(np.int64)) > 0).all():
+        raise ValueError("a sample has the number of another")
+    return order
 
 
 def _refuse(first: int, is_wrong: NDArray[np.bool_], what: str) -> None:

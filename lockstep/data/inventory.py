@@ -4,10 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.data.index import Index
 from lockstep.data.pack import measure_sizes
 from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.shards import SPLITS, is_packed, read_indexes
 from lockstep.data.sources import open_folder
+from lockstep.data.split_files import split_files
+from lockstep.data.webdataset import find_tars, read_or_build
 from lockstep.data.workers import Progress
 
 
@@ -25,7 +28,12 @@ def take_inventory(
     root: Path, progress: Callable[[str], Progress], limit_s: float = READ_TIMEOUT_S
 ) -> tuple[list[SplitInventory], str]:
     """Each split in numbers, and a sentence on how they lie on disk."""
+    if not is_packed(root, limit_s) and (tars := find_tars(root, limit_s)):
+        files = split_files(root, tars, 0.0)[:2]
+        indexes = read_or_build(root, list(files), progress("Looking through tar files"), 0, limit_s)
+        return _count(indexes), "WebDataset's tar files without checksums; `lockstep data index` adds them."
     if not is_packed(root, limit_s):
+        folders = open_folder(root, limit_s)
         splits = [
             SplitInventory(
                 name,
@@ -34,16 +42,23 @@ def take_inventory(
                 0,
                 int(measure_sizes(folder, progress(f"Looking at {name}"), limit_s).sum()),
             )
-            for name, folder in zip(SPLITS, open_folder(root, limit_s), strict=True)
+            for name, folder in zip(SPLITS, folders, strict=True)
         ]
-        return splits, "A folder of images; `lockstep data pack` makes shards of it."
+        notes = " ".join(note for folder in folders for note in folder.notes)
+        return splits, f"A folder of images; `lockstep data pack` makes shards of it. {notes}".strip()
     indexes = read_indexes(root, limit_s)
-    splits = [
-        SplitInventory(name, index.num_samples, len(index.classes), len(index.shards), int(index.lengths.sum()))
-        for name, index in zip(SPLITS, indexes, strict=True)
-    ]
+    splits = _count(indexes)
     settings = indexes[0].settings
+    if "webdataset" in settings:
+        return splits, "WebDataset's tar files with an index of every byte."
     smaller = f"short sides at most {settings['short_side']} pixels, quality {settings['quality']}"
     bytes_kept = smaller if settings["short_side"] else "every file's bytes as they were"
     num_skipped = sum(len(index.skipped) for index in indexes)
     return splits, f"Packed by {settings['shard_mb']:g} MB: {bytes_kept}; {num_skipped} unreadable files left out."
+
+
+def _count(indexes: list[Index]) -> list[SplitInventory]:
+    return [
+        SplitInventory(name, index.num_samples, len(index.classes), len(index.shards), int(index.lengths.sum()))
+        for name, index in zip(SPLITS, indexes, strict=True)
+    ]

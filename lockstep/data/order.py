@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.errors import LockstepError
+
 Samples = NDArray[np.int64]
 
 # An odd number near 2**64 / golden ratio: adding it before scrambling keeps runs of small words apart.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 # Half-rounds of the permutation network; six already pass the uniformity tests.
 ROUNDS = 8
+# Words that keep one use of a hash apart from another.
+HELD_OUT, PACK_ORDER = 0x7661_6C69, 0x7061_636B
 
 
 def _word(value: int | NDArray[Any]) -> Any:
@@ -108,6 +112,17 @@ def plan_step(cursor: Cursor, num_samples: int, global_batch: int, rank: int, wo
     end = cursor.position + global_size
     following = Cursor(cursor.epoch, end) if end < num_samples else Cursor(cursor.epoch + 1, 0)
     return StepPlan(cursor.epoch, permute(positions, num_samples, seed, cursor.epoch), global_size, following)
+
+
+def choose_held_out(names: NDArray[np.uint64], val_share: float) -> NDArray[np.bool_]:
+    """Which samples are for validation, by a hash of each name alone: a file more or less moves no other."""
+    uniform = (mix(HELD_OUT, names) >> np.uint64(11)) * 2.0**-53
+    if not len(names) or not 0 < (is_held_out := uniform < val_share).sum() < len(names):
+        raise LockstepError(
+            f"data.val_share = {val_share:g} of {len(names)} samples leaves nothing to train on or to validate with; "
+            "change it, or give a val/ folder."
+        )
+    return np.asarray(is_held_out)
 
 
 class Ledger:

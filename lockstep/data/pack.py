@@ -1,7 +1,9 @@
 """An image folder → tar shards with an index: what `shards.py` reads.
 
-The plan of which file goes into which shard depends on the folder and the settings alone, and so does every byte
-written. Shards are written aside and renamed, so a pack that was killed goes on with the shards not yet there.
+Samples lie in the shards in a mixed order, for readers that take them as they come, and keep their numbers in the
+index: a run sees them in the folder's order. Which file goes into which shard follows from the folder and the settings
+alone, and so does every byte written. Shards are written aside and renamed, so a pack that was killed goes on with the
+shards not yet there.
 """
 
 import fcntl
@@ -19,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.index import Index, Settings, join_indexes, read_index, write_index
+from lockstep.data.order import PACK_ORDER, mix
+from lockstep.data.parquet import ParquetImages, holds_parquet, open_parquet
 from lockstep.data.plain_files import READ_TIMEOUT_S, measure_plain, read_plain
 from lockstep.data.record import BLOCK, FRAME_BYTES
-from lockstep.data.shard_writer import ShardJob, cannot_write, write_shard
+from lockstep.data.shard_writer import Packable, ShardJob, cannot_write, write_shard
 from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.data.threads import DaemonPool, Steps, disk_hangs, look
@@ -41,16 +45,24 @@ def pack_folder(
     short_side: int = 0,
     quality: int = 90,
     skip_bad: bool = False,
+    decode: bool = False,
+    shuffle: bool = True,
+    val_share: float = 0.0,
     workers: int = 1,
     read_timeout_s: float = READ_TIMEOUT_S,
     progress: Callable[[str], Progress] = lambda title: lambda done, total: None,
+    say: Callable[[str], object] = lambda note: None,
 ) -> list[Index]:
-    """Pack both splits of an image folder and return their indexes; a finished pack is left as it is.
+    """Pack both splits of an image folder, or of a set in Parquet, and return their indexes.
 
-    `short_side` 0 keeps every file's bytes. `progress` makes a display of (samples done, total) from a title.
+    A finished pack is left as it is. `short_side` 0 keeps every file's bytes, `decode` decodes each image to see that
+    it is whole. `progress` makes a display of (samples done, total) from a title; `say` is told what the folder holds
+    beside its images.
     """
     look(partial(_refuse_places, source, target), read_timeout_s)
-    folders = open_folder(source, read_timeout_s)
+    folders = open_packable(source, read_timeout_s, val_share)
+    for note in (note for folder in folders for note in folder.notes):
+        say(note)
     sizes = [
         measure_sizes(folder, progress(f"Looking at {split}"), read_timeout_s)
         for folder, split in zip(folders, SPLITS, strict=True)
@@ -59,15 +71,12 @@ def pack_folder(
         "shard_mb": shard_mb,
         "short_side": short_side,
         "quality": quality if short_side else 0,
+        "decode": int(decode),
+        "shuffle": int(shuffle and isinstance(folders[0], ImageFolder)),
         "source": _fingerprint(folders, sizes),
     }
     jobs = [
-        [
-            ShardJob(
-                target, f"{split}-{number:06d}.tar", folder.part(first, last), first, settings, skip_bad, read_timeout_s
-            )
-            for number, (first, last) in enumerate(plan_shards(folder_sizes, shard_mb * 1e6))
-        ]
+        plan_jobs(target, split, folder, folder_sizes, settings, skip_bad, read_timeout_s)
         for split, folder, folder_sizes in zip(SPLITS, folders, sizes, strict=True)
     ]
     try:
@@ -86,6 +95,54 @@ def pack_folder(
         raise cannot_write(target, error) from error
 
 
+def open_packable(source: Path, read_timeout_s: float, val_share: float) -> tuple[Packable, Packable]:
+    """What there is to pack."""
+    if holds_parquet(source, read_timeout_s):
+        return open_parquet(source, read_timeout_s, val_share)
+    return open_folder(source, read_timeout_s, val_share)
+
+
+def pack_parquet(source: Path, cache: Path, read_timeout_s: float, val_share: float, progress: Progress | None) -> Path:
+    """The pack of a set in Parquet, made in the cache on first use."""
+    folders = open_parquet(source, read_timeout_s, val_share)
+    target = cache / f"parquet-{_fingerprint(folders, [folder.sizes for folder in folders])}"
+    show = progress or (lambda done, total: None)
+    if not look(partial(_list_indexes, target), read_timeout_s):
+        # Samples that cannot be read are for the run to name, and to stop for where they are many.
+        pack_folder(
+            source, target, val_share=val_share, skip_bad=True, workers=0, read_timeout_s=read_timeout_s,
+            progress=lambda title: show,
+        )  # fmt: skip
+    return target
+
+
+def plan_jobs(
+    target: Path,
+    split: str,
+    folder: Packable,
+    sizes: NDArray[np.int64],
+    settings: Settings,
+    skip_bad: bool,
+    read_timeout_s: float,
+) -> list[ShardJob]:
+    """The shards of a split: which samples go into each, by a hash of their names unless they are to stay in order."""
+    order = np.arange(folder.num_samples)
+    if settings["shuffle"]:
+        order = np.argsort(mix(PACK_ORDER, folder.hash_names()), kind="stable")
+    return [
+        ShardJob(
+            target,
+            f"{split}-{number:06d}.tar",
+            folder.select(order[first:last]),
+            order[first:last],
+            settings,
+            skip_bad,
+            read_timeout_s,
+        )
+        for number, (first, last) in enumerate(plan_shards(sizes[order], float(settings["shard_mb"]) * 1e6))
+    ]
+
+
 def plan_shards(sizes: NDArray[np.int64], shard_bytes: float) -> list[tuple[int, int]]:
     """The first and last + 1 sample of each shard, filled in order up to a size in source bytes."""
     ends = np.cumsum(FRAME_BYTES + sizes + -sizes % BLOCK)
@@ -98,8 +155,10 @@ def plan_shards(sizes: NDArray[np.int64], shard_bytes: float) -> list[tuple[int,
     return shards
 
 
-def measure_sizes(folder: ImageFolder, progress: Progress, read_timeout_s: float = READ_TIMEOUT_S) -> NDArray[np.int64]:
+def measure_sizes(folder: Packable, progress: Progress, read_timeout_s: float = READ_TIMEOUT_S) -> NDArray[np.int64]:
     """Bytes of each file; 0 where there is none, which is for the packing to find."""
+    if isinstance(folder, ParquetImages):
+        return folder.sizes
     sizes = np.full(folder.num_samples, -1, np.int64)
     finished: queue.SimpleQueue[int] = queue.SimpleQueue()
 
@@ -152,6 +211,7 @@ def _is_written(job: ShardJob) -> bool:
         return False
     whole = [(shard.name, shard.num_bytes) for shard in part.shards] == [(job.name, num_bytes)]
     ours = part.classes == job.folder.classes and part.settings == job.settings
+    ours = ours and bool(np.isin(part.numbers, job.numbers).all())
     return whole and ours and (job.skip_bad or not part.skipped)
 
 
@@ -164,12 +224,11 @@ def _finish_split(target: Path, split: str, jobs: Sequence[ShardJob]) -> Index:
     return index
 
 
-def _fingerprint(folders: Sequence[ImageFolder], sizes: Sequence[NDArray[np.int64]]) -> str:
+def _fingerprint(folders: Sequence[Packable], sizes: Sequence[NDArray[np.int64]]) -> str:
     """A hash of names and sizes: a folder that changed must not be mixed with what was packed before."""
     digest = hashlib.sha256()
     for folder, folder_sizes in zip(folders, sizes, strict=True):
-        digest.update(json.dumps(folder.classes).encode() + folder.paths)
-        digest.update(folder.ends.tobytes() + folder_sizes.tobytes())
+        digest.update(json.dumps(folder.classes).encode() + folder.describe() + folder_sizes.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -198,14 +257,14 @@ def _refuse_places(source: Path, target: Path, steps: Steps) -> None:
 def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
     """Raise when what lies in the target was packed otherwise."""
     names = {
-        "shard_mb": "--shard-mb",
-        "short_side": "--short-side",
-        "quality": "--quality",
-        "source": "other images in",
+        "shard_mb": f"--shard-mb {before.get('shard_mb')}",
+        "short_side": f"--short-side {before.get('short_side')}",
+        "quality": f"--quality {before.get('quality')}",
+        "decode": "--decode" if before.get("decode") else "no --decode",
+        "shuffle": "--shuffle" if before.get("shuffle") else "--no-shuffle",
+        "source": "other images in SRC",
     }
-    different = [
-        f"{names[key]} {'SRC' if key == 'source' else before.get(key)}" for key in names if before.get(key) != now[key]
-    ]
+    different = [name for key, name in names.items() if before.get(key) != now[key]]
     if different:
         raise LockstepError(
             f"{target} holds a pack with {', '.join(different)}; give the same settings and images to go on with it, "

@@ -1,18 +1,16 @@
 """Decoded images that stay on the device: a small data set is decoded once, and later epochs only crop it."""
 
 import threading
-from contextlib import suppress
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.data.decode import DecodeError, read_header
 from lockstep.data.order import Samples
 from lockstep.data.plain_files import READ_TIMEOUT_S
+from lockstep.data.probe import probe_sides
 from lockstep.data.sources import Source
-from lockstep.data.threads import read_each
 
 # Samples whose headers stand for all when the size of a data set is estimated.
 NUM_PROBES = 200
@@ -20,19 +18,8 @@ NUM_PROBES = 200
 
 def estimate_bytes(source: Source, read_timeout_s: float = READ_TIMEOUT_S) -> float:
     """What all images of a source take when decoded, from the headers of a few spread evenly over it."""
-    probes = np.unique(np.linspace(0, source.num_samples - 1, NUM_PROBES).astype(np.int64))
-    sizes: list[int] = []
-
-    def take(_: int, data: bytes | OSError) -> None:
-        if isinstance(data, TimeoutError):
-            raise data  # the others may take as long
-        with suppress(DecodeError):  # the pipeline counts and names what is bad when its turn comes
-            header = read_header(b"" if isinstance(data, OSError) else data)
-            sizes.append(3 * header.height * header.width)
-
-    with suppress(TimeoutError):
-        read_each(len(probes), lambda number: source.read(int(probes[number])), take, read_timeout_s, "a sample")
-    return float(np.mean(sizes or [0])) * source.num_samples
+    sides = probe_sides(source, NUM_PROBES, read_timeout_s)
+    return float(np.mean(3 * sides.prod(axis=1))) * source.num_samples if len(sides) else 0.0
 
 
 class Resident:

@@ -1,16 +1,17 @@
 """Packed shards as a source: sample number → encoded bytes and label (step 2 on the walk, beside `sources.py`).
 
 A shard is a plain tar file that any WebDataset reader can read; the index beside it says where each sample lies, so
-that nothing here parses a tar. `pack.py` writes what this reads. Torch-free.
+that nothing here parses a tar. `pack.py` writes what this reads; tar files of others: `webdataset.py`. Each sample's
+bytes are held against their checksum as they come, so that a bit flipped on a disk is a bad sample with a name.
+Torch-free.
 """
 
 import errno
 import os
 import resource
-from bisect import bisect_right
+import zlib
 from collections.abc import Callable
 from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.index import Index, read_index
+from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S, check_length, measure_plain, open_plain
 from lockstep.data.record import BLOCK, parse_name
 from lockstep.data.sources import hash_arrays, hash_labels
@@ -25,6 +27,8 @@ from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 SPLITS = ("train", "val")
+NAMED = 5  # samples that a sentence names
+GATHERED = 1 << 16  # values of an index taken over at a time
 WORK_FOLDER = ".pack"  # what an unfinished pack keeps beside its shards
 
 
@@ -63,24 +67,32 @@ class OpenShard:
 
 
 class Shards:
-    """One split of packed shards.
+    """One split of packed shards, or the `chosen` records of it, in this order.
 
     Bytes come by one positioned read. A memory map of the shards would save a copy, about 1 % of decoding, but a disk
     error under a map is a signal that ends the process, and a page not yet in memory holds up every thread.
     """
 
-    def __init__(self, root: Path, index: Index) -> None:
+    def __init__(
+        self, root: Path, index: Index, chosen: NDArray[np.int64] | None = None, checks_bytes: bool = True
+    ) -> None:
+        chosen = index.order if chosen is None else chosen
         self.classes = index.classes
-        # In as few bytes as will do: ten for each sample and not the index's twenty-four.
-        self.labels: NDArray[np.integer[Any]] = index.labels.astype(np.min_scalar_type(len(index.classes)))
-        self._blocks = (index.offsets // BLOCK).astype(np.uint32)
-        self._lengths = index.lengths.copy()
+        # In as few bytes as will do: sixteen for each sample and not the index's thirty-six.
+        self.labels: NDArray[np.integer[Any]] = _gather(index.labels, chosen, np.min_scalar_type(len(index.classes)))
+        self._blocks = _gather(index.offsets, chosen, np.dtype(np.uint32), BLOCK)
+        self._lengths = _gather(index.lengths, chosen, np.dtype(np.uint32))
+        self._checksums = _gather(index.checksums, chosen, np.dtype(np.uint32))
+        self._checks_bytes = checks_bytes and has_checksums(index)
         self._paths = [root / shard.name for shard in index.shards]
-        self._firsts = list(accumulate((shard.num_samples for shard in index.shards), initial=0))
+        kind = np.min_scalar_type(max(1, len(self._paths)))
+        counts = [shard.num_samples for shard in index.shards]
+        self._shards = _gather(np.repeat(np.arange(len(counts), dtype=kind), counts), chosen, kind)
         self._open = _build_opener()
+        self.notes = describe_skipped(root, index)  # what its reader should know of it, in sentences
         # Not the offsets: the same samples in shards of another size are the same data.
-        content = hash_arrays(index.lengths, index.checksums)
-        self._fingerprint = {"labels": hash_labels(index.classes, index.labels), "bytes": content}
+        content = hash_arrays(self._lengths, self._checksums)
+        self._fingerprint = {"labels": hash_labels(index.classes, self.labels), "bytes": content}
 
     @property
     def num_samples(self) -> int:
@@ -93,11 +105,14 @@ class Shards:
         vars(self).update(state, _open=_build_opener())
 
     def _path(self, index: int) -> Path:
-        return self._paths[bisect_right(self._firsts, index) - 1]
+        return self._paths[int(self._shards[index])]
 
     def read(self, index: int) -> bytes:
-        """The encoded image; OSError when it cannot be read."""
-        return self._open(self._path(index)).read(BLOCK * int(self._blocks[index]), int(self._lengths[index]))
+        """The encoded image; OSError when it cannot be read, or is not what was packed."""
+        data = self._open(self._path(index)).read(BLOCK * int(self._blocks[index]), int(self._lengths[index]))
+        if self._checks_bytes and zlib.crc32(data) != self._checksums[index]:
+            raise OSError(errno.EIO, "its bytes do not match their checksum")
+        return data
 
     def fingerprint(self) -> dict[str, str]:
         """What tells this data from other: labels, lengths and checksums."""
@@ -123,17 +138,55 @@ def _build_opener() -> Callable[[Path], OpenShard]:
     return lru_cache(None if most == resource.RLIM_INFINITY else most // 3)(OpenShard)
 
 
-def open_shards(root: Path, limit_s: float = READ_TIMEOUT_S) -> tuple[Shards, Shards]:
+def _gather(
+    values: NDArray[Any], chosen: NDArray[np.int64], kind: np.dtype[Any], divisor: int = 1
+) -> NDArray[np.integer[Any]]:
+    """The chosen values as another kind, a few at a time: whole arrays in between would leave holes in the memory."""
+    found = np.empty(len(chosen), kind)
+    for start in range(0, len(chosen), GATHERED):
+        part = values[chosen[start : start + GATHERED]]
+        found[start : start + GATHERED] = part // divisor if divisor > 1 else part
+    return found
+
+
+def describe_skipped(root: Path, index: Index) -> tuple[str, ...]:
+    """A sentence on samples that the index leaves out."""
+    if not index.skipped:
+        return ()
+    named = ", ".join(index.skipped[:NAMED]) + (", …" if len(index.skipped) > NAMED else "")
+    return (f"{len(index.skipped):,} samples in {root} are left out since its index was made: {named}.",)
+
+
+def has_checksums(index: Index) -> bool:
+    """Whether somebody has read every sample that the index names."""
+    return index.settings.get("checksums", 1) != 0
+
+
+def open_shards(
+    root: Path, limit_s: float = READ_TIMEOUT_S, val_share: float = 0.0, checks_bytes: bool = True
+) -> tuple[Shards, Shards]:
     """The training and validation splits of a finished pack, every shard there and of the right size."""
-    indexes = read_indexes(root, limit_s)
-    for index in indexes:
+    train, val = read_indexes(root, limit_s)
+    return join_splits(root, train, val, limit_s, val_share, checks_bytes)
+
+
+def join_splits(
+    root: Path, train: Index, val: Index, limit_s: float, val_share: float, checks_bytes: bool
+) -> tuple[Shards, Shards]:
+    """Both splits; with a `val_share` that part of the first is the second."""
+    for index in (train, val):
         look(partial(_check_sizes, root, index), limit_s)
-    train, val = indexes
     if train.classes != val.classes:
         raise LockstepError(f"The two indexes in {root} name different classes; pack the images again.")
     if not train.num_samples or not val.num_samples:
         raise LockstepError(f"An index in {root} names no sample; pack the images again into an empty folder.")
-    return Shards(root, train), Shards(root, val)
+    if not val_share:
+        return Shards(root, train, None, checks_bytes), Shards(root, val, None, checks_bytes)
+    order = train.order
+    is_held_out = choose_held_out(train.names[order], val_share)
+    parts = [Shards(root, train, order[mask], checks_bytes) for mask in (~is_held_out, is_held_out)]
+    parts[1].notes = ()  # the first has said them
+    return parts[0], parts[1]
 
 
 def read_indexes(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Index]:

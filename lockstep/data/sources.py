@@ -1,23 +1,33 @@
 """Where samples lie: sample number → encoded bytes and label (step 2 on the walk).
 
 A source is anything with the members of `Source`; the order before it gives the numbers, the decoder after it takes
-the bytes. Here are image folders, and a generated data set is one too (`generated.py`); packed ones: `shards.py`.
+the bytes. Here are image folders, and a generated data set is one too (`generated.py`); packed ones:
+`shards.py`. Nothing in a folder is dropped in silence: what is left out, what serves in the place of something else and
+what was not followed are its notes, which a run says first.
 """
 
+import errno
 import hashlib
 import os
-from itertools import accumulate
+from collections import Counter
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.data.metadata import METADATA, find_metadata, read_metadata
+from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S, measure_plain, read_plain
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
-IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
+# What `decode.py` reads; everything else is left out by name.
+IMAGE_SUFFIXES = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+TRAIN = "train"
+VAL_NAMES = ("val", "validation", "valid", "test")  # the first that is there
+NAMED = 5  # things that a sentence names
 
 
 class Source(Protocol):
@@ -54,16 +64,32 @@ def hash_labels(classes: tuple[str, ...], labels: NDArray[np.integer[Any]]) -> s
     return hash_arrays("\0".join(classes).encode(errors="surrogateescape"), labels.astype(np.int64))
 
 
+def hash_name(name: bytes) -> int:
+    """What a sample is called, as 64 bits: the same wherever its folder lies and whatever lies beside it."""
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+
+
 class ImageFolder:
     """One split of an image folder: `<root>/<class>/**/*.jpeg`, in sorted order, so the same on every rank."""
 
     def __init__(
-        self, root: bytes, classes: tuple[str, ...], paths: bytes, ends: NDArray[np.int64], labels: NDArray[np.int64]
+        self,
+        root: bytes,
+        classes: tuple[str, ...],
+        paths: bytes,
+        ends: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        notes: tuple[str, ...] = (),
     ) -> None:
         # One joined string and an array of ends: millions of paths without millions of objects.
         self._root, self.paths, self.ends = root, paths, ends
         self.classes = classes
         self.labels = labels
+        self.notes = notes  # what its reader should know of it, in sentences
+
+    def split_below(self, root: Path) -> str:
+        """The name of the folder in `root` that the paths start from; nothing where they start from there."""
+        return "" if self._root == os.fsencode(root) + b"/" else os.path.basename(os.fsdecode(self._root).rstrip("/"))
 
     @property
     def num_samples(self) -> int:
@@ -89,12 +115,98 @@ class ImageFolder:
         names = hash_arrays(self.paths, self.ends)
         return {"labels": hash_labels(self.classes, self.labels), "names": names}
 
-    def part(self, first: int, last: int) -> "ImageFolder":
-        """The samples from `first` to before `last`, numbered from 0."""
-        ends = self.ends[first : last + 1]
-        return ImageFolder(
-            self._root, self.classes, self.paths[ends[0] : ends[-1]], ends - ends[0], self.labels[first:last]
-        )
+    def hash_names(self) -> NDArray[np.uint64]:
+        """A hash of each file's name, from the split's folder on."""
+        ends = self.ends.tolist()
+        hashes = (hash_name(self.paths[start:end]) for start, end in pairwise(ends))
+        return np.fromiter(hashes, np.uint64, self.num_samples)
+
+    def describe(self) -> bytes:
+        """All names, for telling one folder from another."""
+        return self.paths + self.ends.tobytes()
+
+    def select(self, numbers: NDArray[np.int64]) -> "ImageFolder":
+        """These samples, in this order, numbered from 0."""
+        starts, stops = self.ends[numbers].tolist(), self.ends[numbers + 1].tolist()
+        paths = [self.paths[start:stop] for start, stop in zip(starts, stops, strict=True)]
+        return build_folder(self._root, self.classes, paths, self.labels[numbers], self.notes)
+
+
+def build_folder(
+    root: bytes,
+    classes: tuple[str, ...],
+    paths: list[bytes],
+    labels: NDArray[np.int64],
+    notes: tuple[str, ...] = (),
+) -> ImageFolder:
+    """A folder of these paths, relative to the root."""
+    ends = np.fromiter(accumulate(map(len, paths), initial=0), np.int64)
+    return ImageFolder(root, classes, b"".join(paths), ends, labels, notes)
+
+
+class Walk:
+    """What was found on the way through a split."""
+
+    def __init__(self, root: Path, steps: Steps) -> None:
+        self.root, self.steps = root, steps
+        self.found: list[bytes] = []
+        self.left_out: Counter[str] = Counter()  # by suffix
+        self.example = ""
+        self.loops: list[str] = []
+
+    def enter(self, folder: str, above: tuple[str, ...]) -> None:
+        """Take all images of a folder, relative to the root, and below it; `above` are the real paths on the way."""
+        self.steps.ask(self.root / folder)
+        with os.scandir(self.root / folder) as entries:
+            for entry in entries:
+                self.steps.count += 1  # a folder may hold a million files, on a disk far away
+                name = entry.name
+                if name.startswith("."):
+                    continue
+                path = f"{folder}/{name}"
+                if name.lower().endswith(IMAGE_SUFFIXES):
+                    self.found.append(os.fsencode(path))
+                elif not _is_folder(entry):
+                    self.left_out[os.path.splitext(name)[1].lower()] += 1
+                    self.example = min(self.example or path, path)
+                elif not entry.is_symlink():
+                    self.enter(path, (*above, f"{above[-1]}/{name}"))
+                elif _leads_back(real := os.path.realpath(entry.path), above):
+                    self.loops.append(path)
+                else:
+                    self.enter(path, (*above, real))
+
+    def notes(self) -> tuple[str, ...]:
+        """What was not taken, in sentences."""
+        said = []
+        if self.left_out:
+            kinds = [f"{count:,} {suffix or 'without a suffix'}" for suffix, count in self.left_out.most_common(NAMED)]
+            more = f" and {len(self.left_out) - NAMED} other kinds" if len(self.left_out) > NAMED else ""
+            said.append(
+                f"{self.left_out.total():,} files in {self.root} are left out, as their names are not those of images "
+                f"that can be read: {', '.join(kinds)}{more}, such as {self.example}; save images among them as JPEG "
+                "or PNG."
+            )
+        if self.loops:
+            names = ", ".join(sorted(self.loops)[:NAMED]) + (", …" if len(self.loops) > NAMED else "")
+            said.append(
+                f"{len(self.loops)} links in {self.root} lead back to a folder above and are not followed: {names}."
+            )
+        return tuple(said)
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself
+            return False
+        raise
+
+
+def _leads_back(real: str, above: tuple[str, ...]) -> bool:
+    """Whether a folder holds one of those on the way to it, or is one of them."""
+    return any(f"{folder}/".startswith(f"{real.rstrip('/')}/") for folder in above)
 
 
 def scan_folder(root: Path, classes: tuple[str, ...], limit_s: float = READ_TIMEOUT_S) -> ImageFolder:
@@ -103,34 +215,22 @@ def scan_folder(root: Path, classes: tuple[str, ...], limit_s: float = READ_TIME
 
 
 def _scan_folder(root: Path, classes: tuple[str, ...], steps: Steps) -> ImageFolder:
+    walk = Walk(root, steps)
     paths: list[bytes] = []
     counts: list[int] = []
+    above = os.path.realpath(root)
     for name in classes:
-        found: list[bytes] = []
-        _find_images(root, name, found, steps)
-        found.sort()
-        if not found:
-            raise LockstepError(f"The class folder {root / name} holds no images; add some or remove the folder.")
-        paths += found
-        counts.append(len(found))
-    ends = np.fromiter(accumulate(map(len, paths), initial=0), np.int64)
+        walk.found = []
+        walk.enter(name, (above, os.path.realpath(root / name)))
+        if not walk.found:
+            others = f", only {walk.left_out.total():,} other files" if walk.left_out else ""
+            raise LockstepError(
+                f"The class folder {root / name} holds no images{others}; add some or remove the folder."
+            )
+        paths += sorted(walk.found)
+        counts.append(len(walk.found))
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return ImageFolder(os.fsencode(root) + b"/", classes, b"".join(paths), ends, labels)
-
-
-def _find_images(root: Path, folder: str, found: list[bytes], steps: Steps) -> None:
-    """Add the paths, relative to the root, of all images in a folder and the folders below it."""
-    steps.ask(root / folder)
-    with os.scandir(root / folder) as entries:
-        for entry in entries:
-            steps.count += 1  # a folder may hold a million files, on a disk far away
-            name = entry.name
-            if name.startswith("."):
-                continue
-            if name.lower().endswith(IMAGE_SUFFIXES):
-                found.append(os.fsencode(f"{folder}/{name}"))
-            elif entry.is_dir():
-                _find_images(root, f"{folder}/{name}", found, steps)
+    return build_folder(os.fsencode(root) + b"/", classes, paths, labels, walk.notes())
 
 
 def _list_classes(root: Path, steps: Steps) -> tuple[str, ...]:
@@ -139,19 +239,22 @@ def _list_classes(root: Path, steps: Steps) -> tuple[str, ...]:
     if not root.is_dir():
         raise LockstepError(f"There is no folder {root}; data.path must name a folder that holds train/ and val/.")
     with os.scandir(root) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        classes = sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
     if not classes:
-        raise LockstepError(f"{root} holds no class folders; expected one folder of images for each class.")
+        raise LockstepError(
+            f"{root} holds no class folders; expected one folder of images for each class, or {METADATA[0]} with "
+            "file_name and label."
+        )
     return tuple(classes)
 
 
 def _refuse_difference(extra: set[str], there: Path, missing: Path) -> None:
     """Raise when a split has class folders that the other lacks."""
     if extra:
-        names = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+        names = ", ".join(sorted(extra)[:NAMED]) + (f" and {len(extra) - NAMED} more" if len(extra) > NAMED else "")
         raise LockstepError(
             f"{len(extra)} class folder(s) of {there} are missing from {missing}: {names}; "
-            "train/ and val/ must hold the same classes."
+            f"{there.name}/ and {missing.name}/ must hold the same classes."
         )
 
 
@@ -166,21 +269,71 @@ def _check_root(root: Path, steps: Steps) -> None:
         raise LockstepError(f"The data path {root} is not a folder; set data.path to one that holds train/ and val/.")
 
 
-def open_folder(root: str | Path, limit_s: float = READ_TIMEOUT_S) -> tuple[ImageFolder, ImageFolder]:
-    """The training and validation splits under a root; labels number the sorted class names, the same in both."""
+def open_folder(
+    root: str | Path, limit_s: float = READ_TIMEOUT_S, val_share: float = 0.0
+) -> tuple[ImageFolder, ImageFolder]:
+    """The training and validation splits under a root; labels number the sorted class names, the same in both.
+
+    With a `val_share` that part of train/ is the validation split, chosen by the files' names.
+    """
     root = Path(root).expanduser()
-    return look(lambda steps: _open_folder(root, steps), limit_s)
+    return look(lambda steps: _open_folder(root, val_share, steps), limit_s)
 
 
-def _open_folder(root: Path, steps: Steps) -> tuple[ImageFolder, ImageFolder]:
-    train, val = root / "train", root / "val"
+def _open_folder(root: Path, val_share: float, steps: Steps) -> tuple[ImageFolder, ImageFolder]:
     try:
         _check_root(root, steps)
-        classes, val_classes = _list_classes(train, steps), _list_classes(val, steps)
-        _refuse_difference(set(classes) - set(val_classes), train, val)
-        _refuse_difference(set(val_classes) - set(classes), val, train)
-        return _scan_folder(train, classes, steps), _scan_folder(val, classes, steps)
+        vals = [name for name in VAL_NAMES if (root / name).is_dir()]
+        if val_share:
+            # A folder of nothing but classes will do where a part of it becomes the validation split.
+            is_bare = not vals and not (root / TRAIN).is_dir()
+            return split_folder(_scan_split(root if is_bare else root / TRAIN, steps), val_share, vals)
+        if not vals and (root / TRAIN).is_dir():
+            raise LockstepError(
+                f"There is no folder {root / VAL_NAMES[0]}; data.path must name a folder that holds train/ and val/, "
+                "or set data.val_share = 0.1 to keep a tenth of train/ for validation."
+            )
+        train = _scan_split(root / TRAIN, steps)
+        val_root = root / (vals or VAL_NAMES)[0]
+        val = _scan_split(val_root, steps, train)
+        if val_root.name != VAL_NAMES[0]:
+            val.notes += (f"There is no {VAL_NAMES[0]}/ in {root}; {val_root.name}/ serves as the validation split.",)
+        return train, val
     except OSError as error:
         raise LockstepError(
             f"The data path {error.filename or root} cannot be read ({error.strerror}); check its permissions and disk."
         ) from error
+
+
+def _scan_split(root: Path, steps: Steps, other: ImageFolder | None = None) -> ImageFolder:
+    """One split: by class folders, or by a table of file names and labels; of the same classes as the other one."""
+    table = find_metadata(root)
+    if table:
+        steps.ask(table)
+        paths, names, notes = read_metadata(table)
+        classes = tuple(sorted(set(names))) if other is None else other.classes
+        numbers = {name: number for number, name in enumerate(classes)}
+        if unknown := sorted(set(names) - set(numbers)):
+            raise LockstepError(f"{table} has labels that train/ has not: {', '.join(unknown[:NAMED])}; correct it.")
+        rows = sorted((numbers[name], path) for name, path in zip(names, paths, strict=True))
+        labels = np.array([label for label, _ in rows], np.int64)
+        return build_folder(os.fsencode(root) + b"/", classes, [path for _, path in rows], labels, notes)
+    classes = _list_classes(root, steps)
+    if other is not None:
+        train = root.parent / TRAIN
+        _refuse_difference(set(other.classes) - set(classes), train, root)
+        _refuse_difference(set(classes) - set(other.classes), root, train)
+    return _scan_folder(root, classes, steps)
+
+
+def split_folder(folder: ImageFolder, val_share: float, unused: list[str]) -> tuple[ImageFolder, ImageFolder]:
+    """Two parts of one folder, the second with about this share of the samples."""
+    is_held_out = choose_held_out(folder.hash_names(), val_share)
+    train, val = folder.select(np.flatnonzero(~is_held_out)), folder.select(np.flatnonzero(is_held_out))
+    ignored = f"; {unused[0]}/ is not used" if unused else ""
+    train.notes += (
+        f"data.val_share = {val_share:g} keeps {val.num_samples:,} of {folder.num_samples:,} samples for validation, "
+        f"by a hash of their names{ignored}.",
+    )
+    val.notes = ()
+    return train, val

@@ -9,13 +9,13 @@ from lockstep.data.decode import DecodeError, decode
 from lockstep.data.index import Index, split_index
 from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.record import BLOCK, END, FRAME_BYTES, build_record, key_of, padding, parse_name
-from lockstep.data.shards import OpenShard, read_indexes
+from lockstep.data.shards import OpenShard, has_checksums, read_indexes
 from lockstep.data.threads import read_each, read_one
 from lockstep.data.workers import Progress, Tick, run_jobs
 
 
 class Damage(NamedTuple):
-    """Something wrong in a shard: with one sample, or with all of those from `number` on, or with none (-1)."""
+    """Something wrong in a shard: with one sample, or with all of its samples, or with none (-1)."""
 
     shard: str
     key: str  # empty where it cannot be read
@@ -25,7 +25,7 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         if self.num_samples > 1:
-            return f"{self.shard}  samples {self.number} to {self.number + self.num_samples - 1}: {self.reason}"
+            return f"{self.shard}  all of its {self.num_samples} samples: {self.reason}"
         if self.num_samples == 1:
             return f"{self.shard}  {self.key or '(name unreadable)'}  sample {self.number}: {self.reason}"
         return f"{self.shard}  {self.reason}"
@@ -37,7 +37,6 @@ class CheckJob:
 
     root: Path
     index: Index  # of this shard alone
-    first: int  # number of its first sample in the split
     decode: bool
     read_timeout_s: float = READ_TIMEOUT_S
 
@@ -64,10 +63,8 @@ def verify_shards(
     """Check every sample of both splits, and with `decode` that each is an image."""
     jobs: list[CheckJob] = []
     for index in read_indexes(root, read_timeout_s):
-        first = 0
         for part in split_index(index):
-            jobs.append(CheckJob(root, part, first, decode, read_timeout_s))
-            first += part.num_samples
+            jobs.append(CheckJob(root, part, decode, read_timeout_s))
     total = sum(job.index.num_samples for job in jobs)
     found = run_jobs(check_shard, jobs, workers=workers, total=total, progress=progress)
     return Verdict(total, [damage for damages in found for damage in damages])
@@ -78,22 +75,27 @@ def check_shard(job: CheckJob, tick: Tick) -> list[Damage]:
     info, limit_s = job.index.shards[0], job.read_timeout_s
     path = job.root / info.name
     damages: list[Damage] = []
+    is_ours = "webdataset" not in job.index.settings
     try:
         shard = read_one(lambda: OpenShard(path), limit_s, str(path))
     except OSError as error:
-        return [Damage(info.name, "", job.first, info.num_samples, f"the shard cannot be read ({error.strerror})")]
+        return [Damage(info.name, "", -1, info.num_samples, f"the shard cannot be read ({error.strerror})")]
 
     def read(row: int) -> bytes:
         length = int(job.index.lengths[row])
-        return shard.read(int(job.index.offsets[row]) - BLOCK, FRAME_BYTES + length + padding(length))
+        # In a tar file of others the label may lie elsewhere, and the header may be of another kind.
+        rest = FRAME_BYTES + length + padding(length) if is_ours else BLOCK + length
+        return shard.read(int(job.index.offsets[row]) - BLOCK, rest)
 
     def take(row: int, record: bytes | OSError) -> None:
         key, reason = ("", str(record.strerror)) if isinstance(record, OSError) else _check_record(record, job, row)
         if reason:
-            damages.append(Damage(info.name, key, job.first + row, 1, reason))
+            damages.append(Damage(info.name, key, int(job.index.numbers[row]), 1, reason))
         tick()
 
     read_each(job.index.num_samples, read, take, limit_s, str(path))
+    if not is_ours:
+        return damages
     try:
         tail = read_one(lambda: shard.read(info.num_bytes - len(END), len(END)), limit_s, str(path))
     except OSError:
@@ -109,9 +111,10 @@ def _check_record(record: bytes, job: CheckJob, row: int) -> tuple[str, str]:
     length = int(job.index.lengths[row])
     name, data = parse_name(record[:BLOCK]), record[BLOCK : BLOCK + length]
     key = key_of(name)
-    if zlib.crc32(data) != job.index.checksums[row]:
+    if has_checksums(job.index) and zlib.crc32(data) != job.index.checksums[row]:
         return key, "its bytes do not match their checksum"
-    if not name or record != build_record(name, data, int(job.index.labels[row])):
+    is_ours = "webdataset" not in job.index.settings
+    if is_ours and (not name or record != build_record(name, data, int(job.index.labels[row]))):
         return key, "the tar headers or the label around its bytes are damaged"
     if job.decode:
         try:

@@ -21,9 +21,12 @@ from lockstep.comm.world import World
 from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, share, steps_per_epoch
+from lockstep.data.pack import pack_parquet
+from lockstep.data.parquet import holds_parquet
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
+from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError
@@ -79,13 +82,24 @@ class Parts:
 
 
 def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
-    """Open packed shards or image folders; generated images are rendered on first use."""
+    """Open packed shards, tar files of others, sets in Parquet or image folders.
+
+    On first use generated images are rendered, tar files looked through and sets in Parquet packed.
+    """
+    limit_s = config.read_timeout_s
     if config.source == "generated":
         root = build_generated(default_cache(), config.train_images, config.val_images, progress)
-    else:
-        root = Path(config.path).expanduser()
-    limit_s = config.read_timeout_s
-    return Sources(*(open_shards(root, limit_s) if is_packed(root, limit_s) else open_folder(root, limit_s)))
+        return Sources(*open_folder(root, limit_s))
+    root, val_share = Path(config.path).expanduser(), config.val_share
+    if is_packed(root, limit_s):
+        return Sources(*open_shards(root, limit_s, val_share, config.check_bytes))
+    if tars := find_tars(root, limit_s):
+        return Sources(*open_tars(root, tars, limit_s, val_share, progress))
+    if holds_parquet(root, limit_s):
+        pack = pack_parquet(root, default_cache(), limit_s, val_share, progress)
+        return Sources(*open_shards(pack, limit_s, 0.0, config.check_bytes))
+    refuse_compressed(root, limit_s)
+    return Sources(*open_folder(root, limit_s, val_share))
 
 
 def count_steps(config: RunConfig, num_samples: int) -> tuple[int, int]:

@@ -141,6 +141,9 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None) ->
     root = Path(config.data.path).expanduser()
     scanned = share_scanned(world, sources, root)
     if scanned is None:
+        if world.local_rank == 0 and sources is None:  # it may have files to look through, or to pack
+            sources = open_sources(config.data)
+        world.barrier()
         return sources or open_sources(config.data)
     check_root(root, config.data.read_timeout_s)  # there it must be on every node
     return scanned

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.comm.world import World
-from lockstep.data.sources import ImageFolder
+from lockstep.data.sources import TRAIN, VAL_NAMES, ImageFolder
 from lockstep.engine.build import Sources
 from lockstep.errors import LockstepError
 
 SPLITS = ("train", "val")
+FOLDERS = (TRAIN, *VAL_NAMES)  # that a split may lie in, below the root; or it is the root itself
 LENGTH = np.dtype("<u2")  # of a file's name; no system allows one of 64 KiB
 MAX_NAMES_BYTES = 64 << 30  # of all names of a split: more than a file system holds
 
@@ -23,28 +24,29 @@ def share_scanned(world: World, sources: Sources | None, root: Path) -> Sources 
     """Rank 0's image folders on every rank; None where rank 0 has something else. Every rank calls it."""
     folders = [sources.train, sources.val] if sources is not None else []
     mine = [folder for folder in folders if isinstance(folder, ImageFolder)]
-    header = [_describe(folder) for folder in mine] if len(mine) == len(SPLITS) else None
+    header = [_describe(folder, root) for folder in mine] if len(mine) == len(SPLITS) else None
     header = world.broadcast_value(header)
     if header is None:
         return None
     received = []
-    for index, name in enumerate(SPLITS):
+    for index in range(len(SPLITS)):
         own = mine[index] if world.is_first else None
         paths = world.broadcast_bytes(own.paths if own else b"", most=MAX_NAMES_BYTES)
         lengths = world.broadcast_bytes(
             np.diff(own.ends).astype(LENGTH).tobytes() if own else b"", most=MAX_NAMES_BYTES
         )
-        received.append(own or rebuild_folder(root / name, header[index], paths, lengths))
+        received.append(own or rebuild_folder(root, header[index], paths, lengths))
     return Sources(*received)
 
 
-def _describe(folder: ImageFolder) -> dict[str, Any]:
+def _describe(folder: ImageFolder, root: Path) -> dict[str, Any]:
     counts = np.bincount(folder.labels, minlength=len(folder.classes))
-    return {"classes": list(folder.classes), "counts": counts.tolist()}
+    return {"folder": folder.split_below(root), "classes": list(folder.classes), "counts": counts.tolist()}
 
 
 def rebuild_folder(root: Path, table: dict[str, Any], paths: bytes, lengths: bytes) -> ImageFolder:
     """A split under this rank's own root; samples lie class after class, as a scan finds them."""
+    root = root / table["folder"] if table.get("folder") in FOLDERS else root
     classes, counts = tuple(map(str, table["classes"])), [int(count) for count in table["counts"]]
     sizes = np.frombuffer(lengths, LENGTH).astype(np.int64) if len(lengths) % LENGTH.itemsize == 0 else np.zeros(0)
     fits = len(classes) == len(counts) and min(counts, default=-1) >= 0 and sum(counts) == len(sizes)

@@ -24,6 +24,7 @@ from lockstep.engine.apply import Step, apply_plan
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
+from lockstep.engine.fit import describe_fit
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
@@ -111,6 +112,9 @@ class Trainer:
                 self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
             )
         )
+        if self.world.is_first and not self.state.step:
+            for notice in describe_fit(self.config, self.sources):
+                self._emit(notice)
         cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every)
         self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:

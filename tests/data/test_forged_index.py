@@ -20,7 +20,10 @@ from lockstep.data.verify import verify_shards
 from lockstep.errors import LockstepError
 
 NUM_CASES = 500
-KINDS = {"offsets": np.int64, "labels": np.int64, "lengths": np.uint32, "checksums": np.uint32}
+KINDS = {
+    "offsets": np.int64, "labels": np.int64, "names": np.uint64, "lengths": np.uint32, "checksums": np.uint32,
+    "numbers": np.uint32,
+}  # fmt: skip
 NUMBERS = [0, 1, -1, 7, 511, 512, 1024, 2**31 - 1, 2**31, 2**32, 2**40, 2**62, 2**63 - 1, 2**63 - 512, -(2**63)]
 VALUES: list[Any] = [
     *(*NUMBERS, 10**30, 1e308, float("nan"), float("inf"), 0.5, True, None),
@@ -120,10 +123,18 @@ def look(pack: Path, forgery: Forgery) -> bool:
         return False
     shards = [name for name, count, _ in forgery.header["shards"] for _ in range(count)]
     assert train.num_samples == len(shards)
-    for sample, name in enumerate(shards):
-        start, length = int(forgery.arrays["offsets"][sample]), int(forgery.arrays["lengths"][sample])
-        assert train.read(sample) == (pack / name).read_bytes()[start : start + length]
-        assert len(train.read(sample)) == length
+    numbers = forgery.arrays["numbers"].tolist()
+    assert len(set(numbers)) == len(numbers)
+    for row, name in enumerate(shards):
+        sample = sorted(numbers).index(numbers[row])
+        start, length = int(forgery.arrays["offsets"][row]), int(forgery.arrays["lengths"][row])
+        data = (pack / name).read_bytes()[start : start + length]
+        if zlib.crc32(data) == forgery.arrays["checksums"][row]:
+            assert train.read(sample) == data
+        else:
+            with pytest.raises(OSError, match="do not match their checksum"):
+                train.read(sample)
+        assert len(data) == length
         assert 0 <= train.labels[sample] < len(train.classes)
         assert name in train.name(sample)
     return True

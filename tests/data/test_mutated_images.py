@@ -16,7 +16,7 @@ from lockstep.data.decode import FACTORS, MAX_PIXELS, DecodeError, decode, read_
 from tests.data.large_index import peak_mb
 from tests.data.pictures import bomb_png, encode, huge_jpeg, huge_png, picture, planes_jpeg, repeat_scan
 
-NUM_CASES = 700
+NUM_CASES = 1200
 MAX_S = 4.0  # for one image; the largest allowed takes about one on a quiet machine
 MAX_MB = 500  # of the whole process
 
@@ -38,6 +38,23 @@ def build_originals() -> list[bytes]:
         bomb_png(64),
         huge_png(3000),
         huge_jpeg(1000),
+        *other_images(image),
+    ]
+
+
+def other_images(image: Image.Image) -> list[bytes]:
+    """Of every other format, in the modes that it has."""
+    frames = {"save_all": True, "append_images": [image.convert("P")] * 3}
+    return [
+        encode(image, "WEBP", quality=80),
+        encode(image, "WEBP", lossless=True),
+        encode(image.convert("RGBA"), "WEBP", save_all=True, append_images=[image.convert("RGBA")] * 3),
+        *(encode(image.convert(mode), "BMP") for mode in ("RGB", "P", "L", "1")),
+        encode(image.convert("P"), "GIF"),
+        encode(image.convert("P"), "GIF", comment=b"made " * 200, **frames),
+        *(encode(image.convert(mode), "TIFF") for mode in ("RGB", "RGBA", "P", "L", "CMYK", "1")),
+        *(encode(image, "TIFF", compression=kind) for kind in ("tiff_lzw", "tiff_adobe_deflate", "packbits")),
+        encode(Image.fromarray(np.linspace(0, 65535, 40 * 56).reshape(40, 56).astype(np.uint16)), "TIFF"),
     ]
 
 
@@ -89,7 +106,8 @@ def run_cases() -> None:
         chance = random.Random(seed)
         data = bytearray(originals[seed % len(originals)])
         for _ in range(chance.choice([1, 1, 1, 3])):
-            chance.choice(CHANGES)(data, chance)
+            if len(data) > 1:
+                chance.choice(CHANGES)(data, chance)
         factor = chance.choice(FACTORS)
         start = time.process_time()
         try:
@@ -121,7 +139,9 @@ def test_a_damaged_image_is_pixels_or_one_error() -> None:
     )
     print(ended.stdout)
     assert ended.returncode == 0, ended.stderr
-    assert not ended.stderr
+    # libtiff alone says by itself what it finds in a damaged file.
+    said = [line for line in ended.stderr.splitlines() if "tempfile.tif" not in line and "Decod" not in line]
+    assert not said
 
 
 @pytest.mark.parametrize("side", [0, 1, 2**31, 2**32 - 1])

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.data import threads
+from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import measure_sizes, pack_folder, plan_shards
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
+from tests.data.pictures import huge_png
 from tests.engine import commands
 
 
@@ -79,7 +82,8 @@ def test_a_webdataset_reader_finds_images_and_labels(source: Path, tmp_path: Pat
         found |= samples(tar)
     folder = open_folder(source)[0]
     assert len(found) == folder.num_samples
-    for number, (key, parts) in enumerate(found.items()):
+    assert sorted(found) != list(found)
+    for number, (key, parts) in enumerate(sorted(found.items())):
         assert key.startswith(f"{number:08d}-photo_")
         assert int(parts.pop("cls")) == folder.labels[number]
         assert parts == {Path(folder.name(number)).suffix[1:].lower(): folder.read(number)}
@@ -336,7 +340,7 @@ def test_bad_files_are_named_and_left_out_only_when_asked(source: Path, tmp_path
     train, val = pack_folder(source, tmp_path / "pack", short_side=24, shard_mb=0.03, skip_bad=True)
     assert (train.num_samples, val.num_samples) == (11, 11)
     assert [str(truncated) in name for name in train.skipped] == [True]
-    assert train.labels.tolist() == [0] * 5 + [1] * 6
+    assert open_shards(tmp_path / "pack")[0].labels.tolist() == [0] * 5 + [1] * 6
     assert all(open_shards(tmp_path / "pack")[1].read(number) for number in range(11))
 
 
@@ -404,3 +408,115 @@ def test_a_full_disk_is_one_sentence_and_the_pack_goes_on_later(
     assert not list((tmp_path / "pack").rglob("*.tar*"))
     pack_folder(source, tmp_path / "pack")
     assert open_shards(tmp_path / "pack")[0].num_samples == 12
+
+
+def test_any_reader_gets_mixed_classes_and_a_run_the_folders_order(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 300, 30)
+    for name, shuffle in (("mixed", True), ("plain", False)):
+        pack_folder(source, tmp_path / name, shard_mb=0.05, shuffle=shuffle)
+    labels = {
+        name: [
+            int(parts["cls"])
+            for tar in sorted((tmp_path / name).glob("train-*.tar"))
+            for parts in samples(tar).values()
+        ]
+        for name in ("mixed", "plain")
+    }
+    assert labels["plain"] == sorted(labels["plain"])
+    assert all(len(set(labels["mixed"][start : start + 30])) >= 6 for start in range(0, 270, 30))
+    folder = open_folder(source)[0]
+    for name in ("mixed", "plain"):
+        shards = open_shards(tmp_path / name)[0]
+        assert shards.labels.tolist() == folder.labels.tolist()
+        assert [shards.read(number) for number in range(300)] == [folder.read(number) for number in range(300)]
+
+
+def test_the_order_in_shards_is_stable_when_a_file_is_added(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 100, 10)
+    pack_folder(source, tmp_path / "before")
+    (source / "train" / "bar" / "new.jpeg").write_bytes(min((source / "train" / "bar").iterdir()).read_bytes())
+    pack_folder(source, tmp_path / "after")
+
+    def stems(name: str) -> list[str]:
+        return [key.split("-", 1)[1] for key in samples(tmp_path / name / "train-000000.tar")]
+
+    assert [stem for stem in stems("after") if stem != "new"] == stems("before")
+
+
+def cut_short(path: Path, keep: float) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data))])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_broken_image_is_found_without_decoding_all(source: Path, tmp_path: Path, workers: int) -> None:
+    broken = [source / "train" / "ant" / f"photo.{number}" for number in ("0.JPEG", "1.png", "2.JPEG")]
+    cut_short(broken[0], 0.7)
+    cut_short(broken[1], 0.7)
+    broken[2].write_bytes(b"<html>not found</html>")
+    with pytest.raises(LockstepError, match="3 files cannot be packed") as refused:
+        pack_folder(source, tmp_path / "pack", workers=workers)
+    assert all(str(path) in str(refused.value) for path in broken)
+    train, _ = pack_folder(source, tmp_path / "pack", skip_bad=True)
+    assert train.num_samples == 9
+    assert sorted(name.split(" ")[0] for name in train.skipped) == sorted(map(str, broken))
+    shards, folder = open_shards(tmp_path / "pack")[0], open_folder(source)[0]
+    kept = [number for number in range(12) if Path(folder.name(number)) not in broken]
+    assert [shards.read(number) for number in range(9)] == [folder.read(number) for number in kept]
+
+
+def test_decoding_finds_what_header_and_end_do_not_show(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "ant" / "photo.1.png").write_bytes(huge_png(40))
+    assert pack_folder(source, tmp_path / "quick")[0].num_samples == 12
+    with pytest.raises(LockstepError, match=r"1 files cannot be packed: .*photo\.1\.png"):
+        pack_folder(source, tmp_path / "careful", decode=True)
+    with pytest.raises(LockstepError, match="holds a pack with no --decode"):
+        pack_folder(source, tmp_path / "quick", decode=True)
+
+
+def test_a_jpeg_with_bytes_behind_its_end_is_whole(source: Path, tmp_path: Path) -> None:
+    photo = source / "train" / "ant" / "photo.0.JPEG"
+    photo.write_bytes(photo.read_bytes() + b"what a camera adds" * 50)
+    assert pack_folder(source, tmp_path / "pack")[0].num_samples == 12
+
+
+def test_images_of_every_format_are_packed(source: Path, tmp_path: Path) -> None:
+    with Image.open(source / "train" / "ant" / "photo.1.png") as photo:
+        for suffix in ("webp", "bmp", "tif", "gif"):
+            photo.save(source / "train" / "bee" / f"other.{suffix}")
+    pack_folder(source, tmp_path / "pack")
+    kinds = {kind for tar in (tmp_path / "pack").glob("train-*.tar") for part in samples(tar).values() for kind in part}
+    assert kinds == {"jpeg", "png", "webp", "bmp", "tif", "gif", "cls"}
+
+
+def test_a_share_of_a_pack_is_that_of_its_folder(tmp_path: Path) -> None:
+    source = build_generated(tmp_path / "cache", 200, 10)
+    pack_folder(source, tmp_path / "pack", shard_mb=0.05)
+    pack_folder(source, tmp_path / "split", shard_mb=0.05, val_share=0.25)
+    wanted = [[part.read(n) for n in range(part.num_samples)] for part in open_folder(source, val_share=0.25)]
+    assert 30 < len(wanted[1]) < 70
+    for parts in (open_shards(tmp_path / "pack", val_share=0.25), open_shards(tmp_path / "split")):
+        assert [[part.read(n) for n in range(part.num_samples)] for part in parts] == wanted
+
+
+def test_what_a_folder_holds_beside_its_images_is_said(source: Path, tmp_path: Path) -> None:
+    (source / "train" / "ant" / "scan.heic").write_bytes(b"x")
+    said: list[str] = []
+    pack_folder(source, tmp_path / "pack", say=said.append)
+    assert len(said) == 1
+    assert "1 .heic, such as ant/scan.heic" in said[0]
+
+
+def test_a_part_with_a_number_of_another_shard_is_written_again(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "pack"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.data.pack._finish_split", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, target, shard_mb=0.03)
+    parts = [read_index(path) for path in sorted((target / ".pack").glob("train-*.index"))]
+    numbers = parts[0].numbers.copy()
+    numbers[0] = parts[1].numbers[0]
+    write_index(target / ".pack" / "train-000000.tar.index", replace(parts[0], numbers=numbers))
+    pack_folder(source, target, shard_mb=0.03)
+    pack_folder(source, tmp_path / "whole", shard_mb=0.03)
+    assert contents(target) == contents(tmp_path / "whole")

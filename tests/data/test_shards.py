@@ -1,20 +1,29 @@
 """Shards as a source: from many threads, with few files open, and the sentence for each thing that can be wrong."""
 
+import json
 import os
 import pickle
 import resource
+import shutil
+import struct
+import timeit
+import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lockstep.data.decode import decode
 from lockstep.data.generated import build_generated
 from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import pack_folder
+from lockstep.data.reader import SampleReader
 from lockstep.data.shards import Shards, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
+from tests.data.pictures import encode, picture
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +105,7 @@ def test_a_pipe_in_the_place_of_a_shard_after_opening_is_an_error_of_the_sample(
     (pack / "train-000000.tar").unlink()
     os.mkfifo(pack / "train-000000.tar")
     with pytest.raises(OSError, match="it is a pipe and not a file"):
-        train.read(0)
+        train.read(int(read_index(pack / "train.index").numbers[0]))
 
 
 def test_an_index_without_samples_is_one_sentence(pack: Path) -> None:
@@ -138,3 +147,83 @@ def test_a_folder_of_images_is_not_a_pack(folder: Path, pack: Path, tmp_path: Pa
     assert is_packed(pack)
     assert not is_packed(folder)
     assert not is_packed(tmp_path / "nowhere")
+
+
+def flip(pack: Path, sample: int) -> str:
+    """Flip one bit in the middle of a sample; the shard's name."""
+    index = read_index(pack / "train.index")
+    row = index.numbers.tolist().index(sample)
+    names = [shard.name for shard in index.shards for _ in range(shard.num_samples)]
+    content = bytearray((pack / names[row]).read_bytes())
+    content[int(index.offsets[row]) + int(index.lengths[row]) // 2] ^= 0x04
+    (pack / names[row]).write_bytes(content)
+    return names[row]
+
+
+def test_a_flipped_bit_is_found_when_the_sample_is_read(pack: Path) -> None:
+    flip(pack, 7)
+    train = open_shards(pack)[0]
+    with pytest.raises(OSError, match="its bytes do not match their checksum"):
+        train.read(7)
+    assert all(train.read(number) for number in range(60) if number != 7)
+    assert open_shards(pack, checks_bytes=False)[0].read(7)
+    assert pickle.loads(pickle.dumps(train)).labels.tolist() == train.labels.tolist()
+
+
+def test_a_flipped_bit_is_a_bad_sample_with_a_name(pack: Path) -> None:
+    tar = flip(pack, 7)
+    reader = SampleReader(open_shards(pack)[0], bad_share=0.1)
+    assert reader.load(7) is None
+    assert reader.load(8) is not None
+    assert list(reader.bad) == [7]
+    assert reader.bad[7].startswith(f"{pack / tar}: 00000007-")
+    assert reader.bad[7].endswith("(its bytes do not match their checksum)")
+
+
+def test_a_pack_of_the_first_format_is_still_read(folder: Path, tmp_path: Path) -> None:
+    """Written here as that version wrote it: four arrays, shards in the order of the samples."""
+    pack_folder(folder, tmp_path / "pack", shard_mb=0.02, shuffle=False)
+    for split in ("train", "val"):
+        path = tmp_path / "pack" / f"{split}.index"
+        index = read_index(path)
+        header = {
+            "format": 1, "num_samples": index.num_samples, "classes": index.classes, "settings": dict(index.settings),
+            "shards": index.shards, "skipped": [],
+        }  # fmt: skip
+        text = json.dumps(header).encode()
+        text += b" " * (-(16 + len(text)) % 64)
+        arrays = (index.offsets, index.labels, index.lengths, index.checksums)
+        body = text + b"".join(array.tobytes() for array in arrays)
+        length = struct.pack("<I", len(text))
+        checksum = zlib.crc32(body, zlib.crc32(length))
+        path.write_bytes(b"LSINDEX\n" + length + struct.pack("<I", checksum) + body)
+    assert bytes_of(open_shards(tmp_path / "pack")[0]) == bytes_of(open_folder(folder)[0])
+    train, val = open_shards(tmp_path / "pack", val_share=0.3)
+    assert sorted(bytes_of(train) + bytes_of(val)) == sorted(bytes_of(open_folder(folder)[0]))
+
+
+def test_a_checksum_costs_little_beside_decoding() -> None:
+    rough = np.random.default_rng(0).integers(-20, 20, (375, 500, 3))
+    photo = encode((picture(375, 500) + rough).clip(0, 255).astype(np.uint8), quality=85, subsampling=2)
+
+    def seconds(work: Callable[[], object], count: int) -> float:
+        return min(timeit.repeat(work, number=count, repeat=5)) / count
+
+    checking, decoding = seconds(lambda: zlib.crc32(photo), 200), seconds(lambda: decode(photo), 10)
+    print(
+        f"{len(photo):,} bytes: checksum {len(photo) / checking / 1e6:,.0f} MB/s, decoding "
+        f"{len(photo) / decoding / 1e6:,.0f} MB/s, {checking / decoding:.1%} of it"
+    )
+    assert checking < 0.2 * decoding
+
+
+def test_what_was_left_out_of_a_pack_is_a_note_of_it(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    victim = min((copy / "train" / "bar").iterdir())
+    victim.write_bytes(b"no image")
+    pack_folder(copy, tmp_path / "pack", skip_bad=True)
+    train, val = open_shards(tmp_path / "pack")
+    assert val.notes == ()
+    (note,) = train.notes
+    assert "1 samples" in note
+    assert str(victim) in note

@@ -1,5 +1,6 @@
 """Image folders: what is found, in which order, and the sentence for each thing that can be wrong."""
 
+import json
 import re
 from pathlib import Path
 
@@ -80,3 +81,139 @@ def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("os.scandir", refuse)  # permissions do not bind a superuser, who may run the tests
     with pytest.raises(LockstepError, match=r"/train cannot be read \(Permission denied\); check its permissions"):
         open_folder(root)
+
+
+def test_a_link_that_leads_back_is_not_followed(tmp_path: Path) -> None:
+    root = make(tmp_path, *GOOD)
+    (root / "train" / "ant" / "self").symlink_to(root / "train" / "ant")
+    (root / "train" / "ant" / "split").symlink_to(root / "train")
+    (root / "train" / "ant" / "top").symlink_to("../..")
+    train, _ = open_folder(root)
+    assert train.num_samples == 2
+    (note,) = train.notes
+    assert "3 links" in note
+    assert "ant/self, ant/split, ant/top" in note
+
+
+def test_folders_that_lead_to_each_other_are_followed_once(tmp_path: Path) -> None:
+    root = make(tmp_path / "root", *GOOD)
+    make(tmp_path / "elsewhere", "x.jpeg")
+    (root / "train" / "ant" / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(root / "train" / "ant")
+    (tmp_path / "elsewhere" / "itself").symlink_to("itself")
+    train, _ = open_folder(root)
+    assert [Path(train.name(index)).name for index in range(train.num_samples)] == ["a.jpeg", "x.jpeg", "b.JPEG"]
+    assert any("ant/out/back" in note for note in train.notes)
+
+
+def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
+    root = make(tmp_path, *GOOD, *(f"train/ant/{n}.heic" for n in range(3)), "train/bee/notes.txt", "train/bee/odd")
+    train, val = open_folder(root)
+    (note,) = train.notes
+    assert "5 files" in note
+    assert "3 .heic, 1 .txt, 1 without a suffix, such as ant/0.heic" in note
+    assert val.notes == ()
+
+
+def test_every_format_that_is_read_is_found(tmp_path: Path) -> None:
+    suffixes = ("webp", "bmp", "tif", "TIFF", "gif", "jfif", "jpe")
+    train, _ = open_folder(make(tmp_path, *GOOD, *(f"train/ant/x.{suffix}" for suffix in suffixes)))
+    assert train.num_samples == 2 + len(suffixes)
+    assert train.notes == ()
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "test"])
+def test_another_split_serves_for_validation_with_a_word(tmp_path: Path, name: str) -> None:
+    root = make(tmp_path, *(path.replace("val/", f"{name}/") for path in GOOD))
+    _, val = open_folder(root)
+    assert val.num_samples == 2
+    (note,) = val.notes
+    assert f"no val/ in {root}; {name}/ serves as the validation split" in note
+
+
+def test_val_comes_before_test(tmp_path: Path) -> None:
+    _, val = open_folder(make(tmp_path, *GOOD, "test/ant/t.jpeg"))
+    assert val.num_samples == 2
+    assert val.notes == ()
+
+
+def test_without_validation_the_sentence_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r"or set data\.val_share = 0\.1"):
+        open_folder(make(tmp_path, "train/ant/a.jpeg"))
+
+
+def many(root: Path, count: int = 400) -> Path:
+    return make(root, *(f"train/{('ant', 'bee')[n % 2]}/{n:04d}.jpeg" for n in range(count)))
+
+
+def test_a_share_is_split_off_by_name_whatever_is_added_or_removed(tmp_path: Path) -> None:
+    def split(root: Path) -> tuple[set[str], set[str]]:
+        parts = open_folder(root, val_share=0.2)
+        return tuple({Path(part.name(i)).name for i in range(part.num_samples)} for part in parts)  # type: ignore[return-value]
+
+    train, val = split(many(tmp_path / "a"))
+    assert not train & val
+    assert len(train | val) == 400
+    assert 50 < len(val) < 110  # 80 expected, standard deviation 8
+    make(tmp_path / "a", *(f"train/ant/more{n}.jpeg" for n in range(100)))
+    for victim in sorted(val)[:5] + sorted(train)[:5]:
+        next((tmp_path / "a").rglob(victim)).unlink()
+    train_after, val_after = split(tmp_path / "a")
+    assert {name for name in train_after if not name.startswith("more")} == train - set(sorted(train)[:5])
+    assert {name for name in val_after if not name.startswith("more")} == val - set(sorted(val)[:5])
+    assert split(many(tmp_path / "elsewhere")) == (train, val)
+
+
+def test_a_share_leaves_validation_images_out_of_use_with_a_word(tmp_path: Path) -> None:
+    root = make(many(tmp_path), "val/ant/v.jpeg", "val/bee/w.jpeg")
+    train, val = open_folder(root, val_share=0.1)
+    assert train.num_samples + val.num_samples == 400
+    assert any("data.val_share = 0.1 keeps" in note and "val/ is not used" in note for note in train.notes)
+
+
+def test_a_folder_of_classes_alone_can_be_split(tmp_path: Path) -> None:
+    train, val = open_folder(many(tmp_path) / "train", val_share=0.1)
+    assert train.num_samples + val.num_samples == 400
+    assert train.classes == val.classes == ("ant", "bee")
+
+
+def test_a_share_that_leaves_nothing_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=r"data\.val_share = 0\.001 of 2 samples leaves nothing"):
+        open_folder(make(tmp_path, "train/ant/a.jpeg", "train/bee/a.jpeg"), val_share=0.001)
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_labels_come_from_a_table_beside_the_images(tmp_path: Path, form: str) -> None:
+    for split in ("train", "test"):
+        make(tmp_path, *(f"{split}/images/{n}.png" for n in range(4)))
+        rows = [(f"images/{n}.png", ["bee", "ant"][n % 2]) for n in range(4)]
+        if form == "csv":
+            text = "file_name,label\n" + "".join(f"{name},{label}\n" for name, label in rows)
+        else:
+            text = "".join(json.dumps({"file_name": name, "label": label}) + "\n" for name, label in rows)
+        (tmp_path / split / f"metadata.{form}").write_text(text)
+    train, val = open_folder(tmp_path)
+    assert train.classes == val.classes == ("ant", "bee")
+    assert [Path(train.name(index)).name for index in range(4)] == ["1.png", "3.png", "0.png", "2.png"]
+    assert train.labels.tolist() == [0, 0, 1, 1]
+    assert val.read(0) == b"test/images/1.png"
+    assert "column label" in train.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("file_name,caption\na.png,x\n", "has no column named label"),
+        ("file_name,label\n../a.png,x\n", "Row 1 .* names no file in its folder"),
+        ("file_name,label\n/etc/passwd,x\n", "Row 1 .* names no file in its folder"),
+        ("file_name,label\na.png,\n", "Row 1 .* has no label"),
+        ("file_name,label\na.png,x\na.png,y\n", "names a file twice"),
+        ("file_name,label\n", "names no file"),
+        ("\0\xff", "no column named label|cannot be read|names no file"),
+    ],
+)
+def test_a_wrong_table_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+    make(tmp_path, *GOOD)
+    (tmp_path / "train" / "metadata.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(LockstepError, match=sentence):
+        open_folder(tmp_path)

@@ -21,7 +21,8 @@ def folder(tmp_path: Path) -> ImageFolder:
 
 
 def pack(folder: ImageFolder) -> tuple[dict[str, Any], bytes, bytes]:
-    return _describe(folder), folder.paths, np.diff(folder.ends).astype(LENGTH).tobytes()
+    root = Path(folder.name(0)).parents[1]
+    return _describe(folder, root), folder.paths, np.diff(folder.ends).astype(LENGTH).tobytes()
 
 
 def test_a_folder_is_rebuilt_as_it_was(folder: ImageFolder, tmp_path: Path) -> None:

@@ -49,6 +49,25 @@ def test_training_on_shards_equals_training_on_the_folder(images: Path, pack: Pa
         assert other_ledger == ledger
 
 
+def test_a_part_for_validation_is_the_same_on_folder_and_shards(images: Path, pack: Path) -> None:
+    """And the run too, to the last bit."""
+    found = []
+    for path in (images, pack):
+        config = tiny_config(path, "data.val_share=0.3")
+        sources = open_sources(config.data)
+        with join_world(None) as world:
+            parts = build_parts(config, world, sources)
+            plan = plan_input(config, world)
+            with build_train_pipeline(config, world, sources.train, Cursor(), plan) as pipeline:
+                for batch in itertools.islice(pipeline, 2):
+                    train_step(parts, batch, 0.1)
+        val = [sources.val.read(sample) for sample in range(sources.val.num_samples)]
+        found.append((parts.weights, val, sources.train.fingerprint()["labels"]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:] == found[1][1:]
+    assert found[0][2] != open_sources(tiny_config(images).data).train.fingerprint()["labels"]
+
+
 RESUME_LARGE = """
 import sys, time
 from pathlib import Path
