@@ -332,10 +332,7 @@ def index_data(
     indexes = index_tars(target.expanduser(), workers, progress("Reading", Console()))
     for name in (name for index in indexes for name in index.skipped):
         print(f"left out: {name}")
-    print(
-        f"Found {sum(index.num_samples for index in indexes):,} samples of {len(indexes[0].classes):,} classes in "
-        f"{sum(len(index.shards) for index in indexes):,} tar files; train on them with --set data.path={target}"
-    )
+    print(f"Found {sum(index.num_samples for index in indexes):,} samples; train on them with --set data.path={target}")
 
 
 @data.command("verify")

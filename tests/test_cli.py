@@ -13,6 +13,7 @@ from lockstep import __version__
 from lockstep.data.generated import build_generated
 from lockstep.data.index import read_index
 from lockstep.data.pack import pack_folder
+from lockstep.data.shards import open_shards
 from lockstep.events import EpochDone, Notice, RunEnded, RunStarted
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -283,6 +284,16 @@ def test_damaged_samples_are_listed_and_counted(images: Path, tmp_path: Path) ->
     number = read_index(pack / "train.index").numbers[0]
     damage = rf"train-000000\.tar  {number:08d}-\d+  sample {number}: its bytes do not match their checksum"
     assert re.search(damage, result[1])
+
+
+def test_tar_files_of_others_get_an_index(images: Path, tmp_path: Path) -> None:
+    pack_folder(images, tmp_path / "pack")
+    for index in (tmp_path / "pack").glob("*.index"):
+        index.unlink()
+    status, out, err = commands.run("data", "index", str(tmp_path / "pack"), "--workers=1")
+    assert status == 0, err
+    assert "Found 180 samples" in out
+    assert open_shards(tmp_path / "pack")[0].num_samples == 130
 
 
 def test_a_wrong_pack_is_one_sentence(images: Path, tmp_path: Path) -> None:

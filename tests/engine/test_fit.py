@@ -5,13 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.engine.build import Sources, open_sources
+from lockstep.comm.world import World
+from lockstep.engine.build import Sources
 from lockstep.engine.fit import describe_fit
+from lockstep.engine.run import share_sources
 from lockstep.events import Notice
 from lockstep.recipes.read import load_recipe
 from tests.data.pictures import Pictures, encode, picture
 from tests.engine import commands
-from tests.engine.conftest import tiny_settings
+from tests.engine.conftest import tiny_config, tiny_settings
+from tests.ranks import run_ranks
 
 
 class Many(Pictures):
@@ -107,16 +110,15 @@ def test_a_run_says_it_once_behind_its_first_record(images: Path, tmp_path: Path
     assert sum("train.global_batch = 200 is larger than the data set" in text for text in texts) == 1
 
 
-def test_two_ranks_share_a_split_off_part(images: Path, tmp_path: Path) -> None:
-    """Also of a folder of classes alone, which each rank finds under its own path."""
-    settings = [f"--set={setting}" for setting in tiny_settings(images / "train")]
-    status, out, err = commands.run(
-        "train", "quickstart", "--ranks=2", f"--out={tmp_path / 'run'}", *settings, "--set=train.duration=1st",
-        "--set=optim.warmup=0st", "--set=data.val_share=0.2",
-    )  # fmt: skip
-    assert status == 0, out + err
-    config = load_recipe(str(tmp_path / "run"), [])[1]
-    start = commands.events(tmp_path / "run")[0]
-    sources = open_sources(config.data)
-    assert (start.num_train, start.num_val) == (sources.train.num_samples, sources.val.num_samples)  # type: ignore[attr-defined]
-    assert start.num_train + start.num_val == 130  # type: ignore[attr-defined]
+def list_split(world: World, path: Path) -> tuple[list[str], list[str]]:
+    sources = share_sources(tiny_config(path, "data.val_share=0.2"), world, None)
+    return tuple([part.name(n) for n in range(part.num_samples)] for part in (sources.train, sources.val))  # type: ignore[return-value]
+
+
+def test_two_ranks_share_a_split_off_part(images: Path) -> None:
+    """Also of a folder of classes alone, whatever its name is."""
+    for path in (images, images / "train"):
+        (train, val), other = run_ranks(list_split, 2, path)
+        assert (train, val) == tuple(other)
+        assert not set(train) & set(val)
+        assert {Path(name) for name in train + val} == set((images / "train").rglob("*.jpeg"))
