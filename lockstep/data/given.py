@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
-from lockstep.data.sources import IMAGE_SUFFIXES, DataSet, Source, scan_folder
+from lockstep.data.sources import IMAGE_SUFFIXES, Source, scan_folder
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
@@ -114,19 +114,24 @@ def match_classes(source: Source, classes: tuple[str, ...], where: str) -> Sourc
     """The source with a network's labels, by the names of its classes; one that it does not know is refused."""
     if source.classes == classes:
         return source
-    if unknown := [name for name in source.classes if name not in set(classes)]:
-        more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
-        raise LockstepError(
-            f"{len(unknown)} of the {len(source.classes)} classes of {where} are none that the network knows: "
-            f"{', '.join(unknown[:MOST_NAMED])}{more}; rename or remove these folders."
-        )
+    _refuse_unknown(source.classes, classes, where)
     return Relabeled(source, classes)
 
 
-def open_class_folders(root: Path, limit_s: float = READ_TIMEOUT_S) -> DataSet:
-    """The images of a folder of class folders, or of its `val/`, `validation/` or `test/` where it has one."""
-    root, classes = look(lambda steps: _list_class_folders(root, steps), limit_s)
-    return scan_folder(root, classes, limit_s)
+def _refuse_unknown(names: Sequence[str], known: Sequence[str], where: str) -> None:
+    if unknown := sorted(set(names) - set(known)):
+        more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        raise LockstepError(
+            f"The network knows no class of the name {', '.join(unknown[:MOST_NAMED])}{more} ({len(unknown)} of "
+            f"{len(names)} in {where}); rename or remove them there."
+        )
+
+
+def open_class_folders(root: Path, known: tuple[str, ...], limit_s: float = READ_TIMEOUT_S) -> Source:
+    """The images of a folder of class folders, or of its `val/`, `validation/` or `test/`, with a network's labels."""
+    root, names = look(lambda steps: _list_class_folders(root, steps), limit_s)
+    _refuse_unknown(names, known, str(root))
+    return match_classes(scan_folder(root, names, limit_s), known, str(root))
 
 
 def _list_class_folders(root: Path, steps: Steps) -> tuple[Path, tuple[str, ...]]:

@@ -42,8 +42,9 @@ def open_scored(trained: TrainedNetwork, data: Path | None = None) -> Source:
         where = config.path or "the generated images"
         return match_classes(open_sources(config).val, trained.classes, where)
     root, limit_s = data.expanduser(), config.read_timeout_s
-    source: Source = open_shards(root, limit_s)[1] if is_packed(root, limit_s) else open_class_folders(root, limit_s)
-    return match_classes(source, trained.classes, str(data))
+    if is_packed(root, limit_s):
+        return match_classes(open_shards(root, limit_s)[1], trained.classes, str(data))
+    return open_class_folders(root, trained.classes, limit_s)
 
 
 def score(trained: TrainedNetwork, source: Source, world: World) -> Score | None:

@@ -69,7 +69,9 @@ def test_labels_become_the_networks_own() -> None:
 
 def test_unknown_classes_are_named_a_few_of_them() -> None:
     source = Listed(tuple("abcdefgh"), list(range(8)))
-    with pytest.raises(LockstepError, match=r"7 of the 8 classes of here .* a, c, d, e, f and 2 more; rename"):
+    with pytest.raises(
+        LockstepError, match=r"no class of the name a, c, d, e, f and 2 more \(7 of 8 in here\); rename"
+    ):
         match_classes(source, ("b", "x"), "here")
 
 
@@ -79,6 +81,9 @@ def test_class_folders_lie_in_the_folder_or_in_its_validation_part(tmp_path: Pat
     touch(root, "b/1.png", "a/2.png", "a/3.png")
     if split:
         touch(tmp_path, "train/c/1.png")
-    source = open_class_folders(tmp_path)
-    assert source.classes == ("a", "b")
-    assert source.labels.tolist() == [0, 0, 1]
+    source = open_class_folders(tmp_path, ("z", "b", "a"))
+    assert source.classes == ("z", "b", "a")
+    assert source.labels.tolist() == [2, 2, 1]
+    (root / "notes").mkdir()  # said before anything is looked for in there
+    with pytest.raises(LockstepError, match="no class of the name notes"):
+        open_class_folders(tmp_path, ("a", "b"))

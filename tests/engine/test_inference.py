@@ -12,13 +12,15 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lockstep.config import to_toml
+from lockstep.config import Duration, to_toml
 from lockstep.engine import checkpoint
 from lockstep.engine.build import build_network
 from lockstep.engine.checkpoint import list_checkpoints, read_checkpoint, save_checkpoint
 from lockstep.engine.inference import Prediction, choose_device, load_run, predict
+from lockstep.engine.run import run_rank
 from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
+from lockstep.report.run import SilentSink
 from tests.engine.conftest import STRANGE
 
 
@@ -65,6 +67,15 @@ def test_names_lie_in_every_checkpoint_and_in_the_records(trained_run: Path, nam
     start = next(event for event in read_events(trained_run) if isinstance(event, RunStarted))
     assert start.class_names == expected
     assert list(load_run(trained_run).classes) == expected
+
+
+def test_names_survive_a_resume(copied: Path) -> None:
+    names, config = load_run(copied).classes, load_run(copied).config
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"duration": Duration(11, "st")})})
+    run_rank(longer, "tiny", copied, resume=True, membership=None, open_sink=lambda world, folder: SilentSink())
+    trained = load_run(copied)
+    assert (trained.step, trained.classes) == (11, names)
+    assert read_checkpoint(trained.checkpoint).state["classes"] == list(names)
 
 
 def test_a_run_that_left_no_names_with_its_weights_has_them_in_its_records(copied: Path) -> None:

@@ -1,14 +1,18 @@
 """Pages in a real browser: drawn, whole at any width, silent on the console, and nothing asked of any network."""
 
+import base64
+import io
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lockstep.data.generated import build_generated
 from lockstep.events import EventLog
+from lockstep.report.page.contact_sheet import Shot, build_contact_sheet
 from lockstep.report.page.run_page import write_report
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -143,6 +147,22 @@ def test_strangers_strings_are_text(page: Page, tmp_path: Path) -> None:
     assert page.run("document.querySelectorAll('script').length") == 4  # three of the page, and plotly
     ticks = page.run("[...document.querySelectorAll('#chart-confusion .ytick text')].map(one => one.textContent)")
     assert any(tick.startswith("<script>alert(1)") for tick in ticks), ticks
+
+
+@pytest.mark.parametrize("width", [1400, 400])
+def test_a_contact_sheet_is_whole_and_its_names_are_text(page: Page, tmp_path: Path, width: int) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (96, 64), (200, 80, 20)).save(picture, "JPEG")
+    jpeg = base64.b64encode(picture.getvalue()).decode()
+    shots = [Shot(f"{HOSTILE}-{n}.png", [(HOSTILE, 0.5), ("cat", 0.25)], jpeg) for n in range(7)]
+    (tmp_path / "sheet.html").write_text(build_contact_sheet(HOSTILE, shots, [(HOSTILE, HOSTILE)]))
+    page.show(f"file://{tmp_path}/sheet.html", width=width, scheme="dark")
+    assert page.complaints == []
+    assert [address for address in page.requests if not address.startswith(("file:", "data:"))] == []
+    assert page.run(FAULTS) == []
+    assert page.run("[...document.images].filter((one) => one.naturalWidth === 96).length") == 7
+    assert page.run("document.querySelector('h2').textContent") == HOSTILE
+    assert page.run("document.querySelectorAll('script').length") == 2
 
 
 def test_10000_steps_open_quickly(page: Page, tmp_path: Path) -> None:

@@ -287,3 +287,10 @@ def test_an_empty_log_is_one_sentence(tmp_path: Path) -> None:
 def test_records_read_back_make_the_same_page(tmp_path: Path) -> None:
     events = make_run(steps=200)
     assert build_report(read_events(write_run(tmp_path / "run", events))) == build_report(events)
+
+
+def test_the_names_of_the_classes_are_listed_as_text() -> None:
+    page = build_report([started(num_classes=3, class_names=["ant", HOSTILE, "cat"])])
+    assert f"3: ant, {html.escape(HOSTILE)}, cat" in page
+    many = build_report([started(num_classes=5_000, class_names=[])])
+    assert "<dt>classes</dt><dd>5,000</dd>" in many
