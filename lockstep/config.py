@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
+
+from lockstep.named import GIVEN, is_name
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,17 @@ LONGEST_SHOWN = 200  # characters of a value in a sentence
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
 
+def _of(*known: str) -> AfterValidator:
+    """One of these words, or the name of something of the user's."""
+
+    def check(text: str) -> str:
+        if text not in (*known, GIVEN) and not is_name(text):
+            raise ValueError(f"{', '.join(known)}, or something of yours as package.module:name")
+        return text
+
+    return AfterValidator(check)
+
+
 class Section(BaseModel):
     """One table of a recipe."""
 
@@ -107,7 +120,9 @@ class DataConfig(Section):
     section = "data"
     only_with = {"path": ("source", ("folder",))}
 
-    source: Literal["generated", "folder"] = Field(default="generated", description="where samples lie")
+    source: Annotated[str, _of("generated", "folder")] = Field(
+        default="generated", description="where samples lie: generated, folder, or package.module:name (docs/api.md)"
+    )
     path: str = Field(
         default="", description="folder that holds train/ and val/, or their packed shards, for source = folder"
     )
@@ -207,7 +222,7 @@ class ModelConfig(Section):
         "dropout": ("name", ("alexnet",)),
     }
 
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet"] = Field(
+    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet", "given"] = Field(
         default="resnet50", description="the network"
     )
     stem: Literal["imagenet", "cifar"] = Field(
@@ -254,6 +269,7 @@ class OptimConfig(Section):
         "power": ("schedule", ("poly",)),
         "milestones": ("schedule", ("step",)),
         "gamma": ("schedule", ("step",)),
+        "label_smoothing": ("loss", ("cross_entropy",)),
     }
 
     name: Literal["sgd", "lars", "lamb", "adamw"] = Field(default="sgd", description="the update rule")
@@ -297,6 +313,9 @@ class OptimConfig(Section):
     power: float = Field(default=2.0, gt=0, le=1e3, description="exponent of the decay (poly)")
     milestones: Durations = Field(default=(), description="when the learning rate drops, counted from step 0 (step)")
     gamma: float = Field(default=0.1, gt=0, le=1, description="factor of each drop (step)")
+    loss: Annotated[str, _of("cross_entropy")] = Field(
+        default="cross_entropy", description="what is minimised: cross_entropy, or package.module:name (docs/api.md)"
+    )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of the target spread over all classes")
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,23 @@ from lockstep.comm.world import World
 from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, share, steps_per_epoch
+from lockstep.data.own_data import OwnData
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
+from lockstep.engine.brought import NOTHING, Brought, build_own_loss, build_own_network, has_own_data, open_own_data
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout, plan_layout
 from lockstep.models import build_model
 from lockstep.models.initialize import initialize
+from lockstep.named import GIVEN
 from lockstep.optim.adamw import AdamW
 from lockstep.optim.groups import describe_parameters
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
+from lockstep.optim.loss import SummedLoss, cross_entropy_sum
 from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
@@ -74,12 +79,15 @@ class Parts:
     loss_scale: LossScale | None  # None unless gradients are FP16
     schedule: Schedule
     clock: Clock
-    label_smoothing: float
+    loss: SummedLoss
+    eval_loss: SummedLoss  # without smoothing
     max_batch_per_rank: int | Fraction  # a larger share runs in several passes
 
 
-def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
-    """Open packed shards or image folders; generated images are rendered on first use."""
+def open_sources(config: DataConfig, progress: Progress | None = None, brought: Brought = NOTHING) -> Sources:
+    """Open packed shards, image folders or the user's own data; generated images are rendered on first use."""
+    if has_own_data(config.source):
+        return Sources(*open_own_data(config.source, brought, config.read_timeout_s))
     if config.source == "generated":
         root = build_generated(default_cache(), config.train_images, config.val_images, progress)
     else:
@@ -108,13 +116,13 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
+def build_parts(config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
     set_number_formats(config.precision)
-    model = build_network(config, len(sources.train.classes))
+    model = build_network(config, len(sources.train.classes), brought)
     in_epoch, total = count_steps(config, sources.train.num_samples)
-    return assemble(config, world, model, build_schedule(config, in_epoch, total))
+    return assemble(config, world, model, build_schedule(config, in_epoch, total), brought=brought)
 
 
 def set_number_formats(precision: PrecisionConfig) -> None:
@@ -127,7 +135,12 @@ def set_number_formats(precision: PrecisionConfig) -> None:
 
 
 def assemble(
-    config: RunConfig, world: World, model: nn.Module, schedule: Schedule, hybrid: Hybrid | None = None
+    config: RunConfig,
+    world: World,
+    model: nn.Module,
+    schedule: Schedule,
+    hybrid: Hybrid | None = None,
+    brought: Brought = NOTHING,
 ) -> Parts:
     """Lay `model` out flat and put the reducer and the update rule over it; several ranks need no `hybrid` given."""
     dtype = HALF.get(config.precision.compute, torch.float32)
@@ -137,6 +150,7 @@ def assemble(
     half_weights.copy_(weights[: layout.split])
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
+    loss, eval_loss = build_losses(config, world.device, brought)
     topology = build_topology(config, world)
     if world.size > 1:
         hybrid = Hybrid(topology, world.rank, world.device, build_wire(config), timeout_s=config.comm.timeout_s)
@@ -167,9 +181,18 @@ def assemble(
         loss_scale=build_loss_scale(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),
-        label_smoothing=config.optim.label_smoothing,
+        loss=loss,
+        eval_loss=eval_loss,
         max_batch_per_rank=plan_passes(config.train, world.rank, world.size),
     )
+
+
+def build_losses(config: RunConfig, device: torch.device, brought: Brought) -> tuple[SummedLoss, SummedLoss]:
+    """What training minimises, and what evaluation reports."""
+    if config.optim.loss == "cross_entropy":
+        return partial(cross_entropy_sum, label_smoothing=config.optim.label_smoothing), cross_entropy_sum
+    loss = build_own_loss(config.optim.loss, brought, device)
+    return loss, loss
 
 
 def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
@@ -211,9 +234,11 @@ def build_wire(config: RunConfig) -> Wire:
     return Wire(config.comm.wire, config.comm.division)
 
 
-def build_network(config: RunConfig, num_classes: int) -> nn.Module:
+def build_network(config: RunConfig, num_classes: int, brought: Brought = NOTHING) -> nn.Module:
     """The initialised network; the same weights on every rank."""
     wanted = config.model
+    if wanted.name == GIVEN:
+        return build_own_network(config, num_classes, brought)
     model = build_model(
         wanted.name,
         num_classes,
@@ -328,7 +353,8 @@ def build_train_pipeline(
         bad_share=data.bad_share,
         read_timeout_s=data.read_timeout_s,
         decoder=plan.decoder,
-        read_processes=plan.read_processes,
+        # Code of the user's stays in the process that it was given to.
+        read_processes=0 if isinstance(source, OwnData) else plan.read_processes,
         resident=data.resident,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.data.pipeline import Batch
 from lockstep.engine.mistakes import Mistakes
-from lockstep.optim.loss import count_correct, cross_entropy_sum
+from lockstep.optim.loss import SummedLoss, count_correct, cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,26 @@ def evaluate(
     world: World,
     dtype: torch.dtype = torch.float32,
     mistakes: Mistakes | None = None,
+    loss: SummedLoss = cross_entropy_sum,
 ) -> Accuracy:
     """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode.
 
     `mistakes` takes note of every answer, where somebody wants to know.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
-    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    total_loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
     with averaged_statistics(model, world):
         for batch in batches:
             logits = model(batch.images.to(dtype))
             counts[:2] += count_correct(logits, batch.labels, (1, 5))
             counts[2] += len(batch.labels)
-            loss += cross_entropy_sum(logits, batch.labels, 0.0)
+            total_loss += loss(logits, batch.labels)
             if mistakes:
                 mistakes.add(logits, batch.samples)
     model.train()
     correct1, correct5, total = world.sum(counts).tolist()
-    return Accuracy(correct1, correct5, total, world.sum(loss).item() / max(1, total))
+    return Accuracy(correct1, correct5, total, world.sum(total_loss).item() / max(1, total))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
-from lockstep.optim.loss import count_correct, cross_entropy_sum
+from lockstep.optim.loss import count_correct
 
 # Places in the reducer's side numbers; behind them lies what `drift.py` compares.
 STOP, LOSS, CORRECT = 0, 1, 2
@@ -43,7 +43,7 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -
     reducer.side[: len(parts.note)] = parts.note
     for part, is_last in split_batch(len(labels), parts.max_batch_per_rank):
         logits = parts.model(images[part].to(parts.dtype))
-        loss = cross_entropy_sum(logits, labels[part], parts.label_smoothing) / global_size
+        loss = parts.loss(logits, labels[part]) / global_size
         reducer.side[LOSS] += loss.detach()
         reducer.side[CORRECT] += count_correct(logits, labels[part], (1,))[0]
         parts.clock.cut("forward")

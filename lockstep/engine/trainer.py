@@ -58,9 +58,18 @@ Status = Literal["finished", "interrupted"]
 
 @dataclass
 class StopRequest:
-    """The stop signal this rank has received, if any."""
+    """The stop signal this rank has received, if any, and whether somebody who listens to the run asked for its end."""
 
     signal: int = 0
+    is_asked: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.signal) or self.is_asked
+
+    def ask(self) -> None:
+        """Whoever listens wants the run to end."""
+        self.is_asked = True
 
 
 class Trainer:
@@ -202,7 +211,7 @@ class Trainer:
             self.is_compared = self.world.size > 1 and (state.step + 1) % self.config.train.log_every == 0
             if self.is_compared:
                 note_weights(parts)
-            side = take_step(batch, lr, bool(self.stop.signal))
+            side = take_step(batch, lr, self.stop.is_wanted)
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
@@ -333,7 +342,8 @@ class Trainer:
     def _evaluate(self) -> None:
         start = time.perf_counter()
         mistakes = Mistakes(self.sources.val, self.world) if self._is_last else None
-        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype, mistakes)
+        parts = self.parts
+        result = evaluate(parts.model, self.evaluation, self.world, parts.dtype, mistakes, loss=parts.eval_loss)
         self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(

@@ -1,0 +1,91 @@
+"""What a program brings to a run: its own network, data and loss, as objects or by name (step 0 on the walk).
+
+Recipes hold names, `package.module:name`, which every rank looks up. What has no name, such as a module that is built
+already, is `given` in the recipe, and the program has to give it again when the run goes on.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig
+from lockstep.data.own_data import open_own
+from lockstep.data.sources import DataSet
+from lockstep.errors import LockstepError
+from lockstep.named import GIVEN, describe, find_named, is_name, phrase_error
+from lockstep.optim.loss import OwnLoss
+
+KINDS = ("generated", "folder")  # of data that are Lockstep's own
+
+
+@dataclass(frozen=True)
+class Brought:
+    """Objects, where a recipe says `given`; None elsewhere."""
+
+    model: nn.Module | Callable[[int], nn.Module] | None = None
+    data: Any = None  # (train, val), or a function that returns them
+    loss: Any = None
+
+
+NOTHING = Brought()
+
+
+def has_own_data(source: str) -> bool:
+    """Whether `data.source` names something of the user's."""
+    return source == GIVEN or is_name(source)
+
+
+def open_own_data(source: str, brought: Brought, limit_s: float) -> tuple[DataSet, DataSet]:
+    """The user's training and validation data."""
+    found = _find(source, "data.source", brought.data)
+    setting = f'data.source = "{source}"'
+    if callable(found):
+        try:
+            found = found()
+        except LockstepError:
+            raise
+        except Exception as error:
+            raise LockstepError(f"{setting} failed: {phrase_error(error)}.") from error
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise LockstepError(f"{setting} is a {type(found).__name__}, and must be two data sets: (train, val).")
+    return open_own(*found, limit_s)
+
+
+def build_own_loss(loss: str, brought: Brought, device: torch.device) -> OwnLoss:
+    """The user's loss."""
+    return OwnLoss(_find(loss, "optim.loss", brought.loss), device)
+
+
+def build_own_network(config: RunConfig, num_classes: int, brought: Brought) -> nn.Module:
+    """The network that the program gave: a copy of a module with its weights, or what a function builds for a seed."""
+    given = _find(config.model.name, "model.name", brought.model)
+    name = describe(given)
+    try:
+        if isinstance(given, nn.Module):
+            model = copy.deepcopy(given)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(config.train.seed)
+                model = given(num_classes=num_classes)
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise LockstepError(f"The network {name} cannot be built: {phrase_error(error)}.") from error
+    if not isinstance(model, nn.Module):
+        raise LockstepError(f"The network {name} is a {type(model).__name__}; give an nn.Module or what builds one.")
+    return model
+
+
+def _find(name: str, setting: str, given: Any) -> Any:
+    if name != GIVEN:
+        return find_named(name, setting)
+    if given is None:
+        raise LockstepError(
+            f'{setting} = "{GIVEN}": a program gave it to this run, and has to give it again; go on with '
+            f"lockstep.train(…, resume=True, {setting.split('.')[0 if setting != 'optim.loss' else 1]}=…)."
+        )
+    return given
