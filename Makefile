@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test test-gpu check format bench chaos figures clean
+.PHONY: setup train test test-gpu check format bench chaos figures settings clean
 
 setup: $(VENV)/.installed
 
@@ -43,6 +43,10 @@ chaos: setup
 # The pictures of README and docs, from stated results and from a run that is trained for it.
 figures: setup
 	$(BIN)/python docs/figures/draw.py
+
+# The reference of every setting, from the configuration itself.
+settings: setup
+	$(BIN)/lockstep recipes settings --markdown > docs/settings.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,25 +4,27 @@ import io
 import os
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.bench.profile_command import add_profile
-from lockstep.config import RunConfig
+from lockstep.engine.starting import Resume, has_finished, phrase_finished, phrase_go_on, plan_start
 from lockstep.errors import LockstepError, SharedError
 from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
 from lockstep.recipes import read
+from lockstep.recipes.complaints import describe_option
+from lockstep.recipes.recipe_commands import recipes
 from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
 from lockstep.report.plan_commands import add_plan_command
-from lockstep.restarts import count_restarts, leave_outcome
+from lockstep.restarts import leave_outcome
 
 if TYPE_CHECKING:
     from lockstep.comm.world import World
@@ -36,7 +38,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-recipes = typer.Typer(help="List, show and copy the packaged recipes.", invoke_without_command=True)
 app.add_typer(recipes, name="recipes")
 data = typer.Typer(help="Pack images into shards, check them, and say what they hold.", no_args_is_help=True)
 app.add_typer(data, name="data")
@@ -81,7 +82,29 @@ def root(
     """Train image models by synchronous data parallelism, from a laptop to a cluster."""
 
 
-@app.command()
+class TrainCommand(TyperCommand):
+    """An option of another trainer is a sentence that says what it is here, and --resume may have no value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.params for option in parameter.opts}
+        for option in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
+            if option not in known and (sentence := describe_option(option)):
+                raise LockstepError(sentence)
+        return super().parse_args(ctx, spell_resume(args))
+
+
+def spell_resume(arguments: list[str]) -> list[str]:
+    """The arguments with a value for every --resume: without one it would take the recipe's name for it."""
+    spelt: list[str] = []
+    for argument in arguments:
+        if argument == "auto" and spelt[-1:] == ["--resume=yes"]:
+            spelt[-1] = "--resume=auto"
+        else:
+            spelt.append("--resume=yes" if argument == "--resume" else argument)
+    return spelt
+
+
+@app.command(cls=TrainCommand)
 def train(
     target: Annotated[str, typer.Argument(help="A recipe's name, a TOML file, or a run's folder.", metavar="RECIPE")],
     ranks: Annotated[
@@ -95,7 +118,14 @@ def train(
         list[str] | None, typer.Option("--set", help="Override a setting, such as optim.momentum=0.95; repeatable.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/<recipe>-<time> if not given.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last good checkpoint.")] = False,
+    resume: Annotated[
+        Resume,
+        typer.Option(
+            metavar="[=auto]",
+            show_default=False,
+            help="Go on from the run's last good checkpoint; =auto: start the run in --out, or go on with it there.",
+        ),
+    ] = "no",
     restarts: Annotated[
         int, typer.Option(min=0, help="How often ranks are started again, from where they were, when one is lost.")
     ] = 0,
@@ -105,8 +135,8 @@ def train(
     from lockstep.report.sinks import parse_viewers
 
     viewers = parse_viewers(log)
-    resume = resume or _was_begun(target, out)
-    name, folder, wanted = _plan_run(target, settings or [], out, resume=resume)
+    start = plan_start(target, settings or [], out, resume)
+    folder, wanted, is_auto = start.folder, start.config, resume == "auto"
 
     with quit_on_interrupt():
         from lockstep.comm.world import read_membership
@@ -121,6 +151,9 @@ def train(
     membership = read_membership(os.environ)
     console = Console()
     if membership is None:
+        if is_auto and start.resume and has_finished(folder):
+            print(phrase_finished(folder))
+            return
         with Template() as template:  # first of all: before there are threads, and before a GPU is asked anything
             # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
             least, most = choose_num_ranks(ranks)
@@ -128,11 +161,13 @@ def train(
                 check_shares(wanted, num_ranks)
             open_sources(wanted.data, progress("Rendering images", console))
             check_unowned(folder)
-            if not resume:
+            if not start.resume:
                 prepare_folder(folder)
+            ranks = ranks or str(most)
             if most > 1 or restarts:
-                arguments = ["train", target, "--out", str(folder), *(["--resume"] if resume else [])]
+                arguments = ["train", target, "--out", str(folder), *(["--resume"] if start.resume else [])]
                 arguments += [f"--set={setting}" for setting in settings or []] + ([f"--log={log}"] if log else [])
+                arguments += [f"--ranks={ranks}", f"--restarts={restarts}"]  # for what they say at the end
                 with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
                     try:
                         status = launch_ranks(template, (least, most), arguments, restarts)
@@ -141,8 +176,15 @@ def train(
                 raise typer.Exit(status)
     elif ranks is not None and not (wanted_ranks := read_range(ranks))[0] <= membership.size <= wanted_ranks[1]:
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
-    open_sink = partial(_open_sink, viewers=viewers)
-    status_word = run_rank(wanted, name, folder, resume=resume, membership=membership, open_sink=open_sink)
+    status_word = run_rank(
+        wanted,
+        start.name,
+        folder,
+        resume=start.resume,
+        membership=membership,
+        open_sink=partial(_open_sink, viewers=viewers, go_on=phrase_go_on(folder, ranks, restarts, log)),
+        may_be_finished=is_auto,
+    )
     if status_word == "interrupted":
         raise typer.Exit(leave_outcome(130, os.environ))
 
@@ -213,40 +255,7 @@ def _show_profile(profile: "Profile", folder: Path, console: Console) -> None:
     console.print()
 
 
-def _plan_run(target: str, settings: list[str], out: Path | None, *, resume: bool) -> tuple[str, Path, RunConfig]:
-    """The run's name, folder and configuration; on --resume the configuration is the one the run was started with."""
-    if resume:
-        folder = out or (Path(target) if Path(target).is_dir() else _find_last_run(target))
-        if not (folder / "config.toml").is_file():
-            raise LockstepError(
-                f"{folder} is not a run's folder, so there is nothing to resume; start without --resume."
-            )
-        _, wanted = read.load_recipe(str(folder), settings)
-        return folder.name, folder, wanted
-    name, wanted = read.load_recipe(target, settings)
-    return name, out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}", wanted
-
-
-def _was_begun(target: str, out: Path | None) -> bool:
-    """Whether this rank was started again, and the run had left its configuration before it was lost."""
-    if not count_restarts(os.environ):
-        return False
-    if out is None:
-        name, _ = read.load_recipe(target)
-        return any(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
-    return (out / "config.toml").is_file()
-
-
-def _find_last_run(target: str) -> Path:
-    name, _ = read.load_recipe(target)
-    runs = sorted(file.parent for file in Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
-    if not runs:
-        raise LockstepError(f"No run of {name} lies under runs/; start without --resume, or give --out.")
-    # One that ended before its first checkpoint is gone on with only if there is no other.
-    return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
-
-
-def _open_sink(world: "World", folder: Path, viewers: list[str]) -> "Sink":
+def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str) -> "Sink":
     """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
     from lockstep.report.display import build_display
     from lockstep.report.run import RunSink, SilentSink
@@ -254,35 +263,7 @@ def _open_sink(world: "World", folder: Path, viewers: list[str]) -> "Sink":
 
     if not world.is_first:
         return SilentSink()
-    return RunSink(folder, build_display(Console(), folder), open_viewers(viewers, folder))
-
-
-@recipes.callback()
-def list_recipes(context: typer.Context) -> None:
-    """List the packaged recipes."""
-    if context.invoked_subcommand is not None:
-        return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("recipe", style="cyan", no_wrap=True)
-    table.add_column("what it reproduces")
-    for recipe in read.list_recipes():
-        table.add_row(recipe.name, recipe.summary)
-    Console().print(table)
-
-
-@recipes.command("show")
-def show_recipe(name: str) -> None:
-    """Print a recipe."""
-    print(read.recipe_text(name), end="")
-
-
-@recipes.command("copy")
-def copy_recipe(name: str, file: Path) -> None:
-    """Copy a recipe to FILE, to change it and train with it."""
-    read.copy_recipe(name, file)
-    print(f"Copied {name} to {file}; train it with: lockstep train {file}")
+    return RunSink(folder, build_display(Console(), folder, go_on), open_viewers(viewers, folder))
 
 
 @data.command("pack")

@@ -11,7 +11,7 @@ import pytest
 from lockstep import __version__
 from lockstep.data.generated import build_generated
 from lockstep.data.pack import pack_folder
-from lockstep.events import EpochDone, Notice, RunEnded
+from lockstep.events import EpochDone, Notice, RunEnded, RunStarted
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
 
@@ -133,6 +133,38 @@ def test_a_finished_run_does_not_resume(images: Path, tmp_path: Path) -> None:
     assert "is finished" in refuse(commands.run("train", str(tmp_path / "run"), "--resume", "--ranks=1"))
     longer = commands.run("train", str(tmp_path / "run"), "--resume", "--ranks=1", "--set=train.duration=2st")
     assert longer[0] == 0, longer
+
+
+def test_one_command_starts_a_run_goes_on_with_it_and_leaves_a_finished_one_alone(images: Path, tmp_path: Path) -> None:
+    """From a directory beside the images, whose path is given as seen from there."""
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "pictures").symlink_to(images)
+    settings = [*tiny_settings(Path("pictures")), "train.duration=400ep", "train.eval_every=0st", "optim.warmup=0st"]
+    command = ["train", "quickstart", "--ranks=1", "--out=my run", *[f"--set={setting}" for setting in settings]]
+    process = commands.start(*command, "--resume=auto", cwd=work)
+    commands.wait_for_step(work / "my run", 2, process)
+    os.kill(process.pid, signal.SIGINT)
+    status, out, _ = commands.finish(process)
+    assert status == 130
+    assert "go on with         lockstep train 'my run' --resume --ranks 1\n" in out
+    ended = commands.events(work / "my run")[-1]
+    assert isinstance(ended, RunEnded)
+    assert "settings: train.duration was" in refuse(
+        commands.run(*command, "--resume=auto", "--set=train.duration=9st", cwd=work)
+    )
+    assert "my run is a run's folder; add --resume" in refuse(commands.run("train", "my run", cwd=work))
+
+    # Another directory: the run's folder alone knows where its images are, and what recipe it was.
+    longer = f"--set=train.duration={ended.step + 1}st"
+    status, out, err = commands.run("train", str(work / "my run"), "--resume", longer, "--ranks=1", cwd=tmp_path)
+    assert status == 0, err
+    assert f"1 step (step {ended.step + 1:,}, gone on from {ended.step:,})" in out
+    names = [event.recipe for event in commands.events(work / "my run") if isinstance(event, RunStarted)]
+    assert names == ["quickstart", "quickstart"]
+    status, out, err = commands.run(*command, longer, "--resume=auto", cwd=work)
+    assert (status, err) == (0, "")
+    assert out.startswith("my run is finished, and nothing is left to do")
 
 
 def test_a_run_killed_before_its_first_checkpoint_is_no_dead_end(images: Path, tmp_path: Path) -> None:

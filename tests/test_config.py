@@ -244,7 +244,7 @@ def test_an_impossible_combination_is_a_sentence(tmp_path: Path, overrides: list
         ("optim.momentun", "optim.momentum"),
         ("optimizer.lr", "optim.lr"),
         ("lr", "optim.lr"),
-        ("train.batch_size", "train.global_batch"),
+        ("train.batchsize", "train.global_batch"),
         ("train.global_batch_size", "train.global_batch"),
         ("model.label_smoothing", "optim.label_smoothing"),
         ("data.imagesize", "data.image_size"),

@@ -74,3 +74,13 @@ def test_copying_to_a_missing_folder_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_recipe_has_no_text() -> None:
     with pytest.raises(LockstepError, match=r"did you mean resnet50-64k or resnet50-8k\?|did you mean resnet50-8k"):
         recipe_text("resnet50-16k")
+
+
+def test_a_file_and_a_runs_configuration_are_shown_and_copied_like_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    copy_recipe("quickstart", file)
+    assert recipe_text(str(file)) == recipe_text("quickstart")
+    (tmp_path / "config.toml").write_text("# a run\n")
+    assert recipe_text(str(tmp_path)) == "# a run\n"
+    copy_recipe(str(file), tmp_path / "again.toml")
+    assert (tmp_path / "again.toml").read_text() == file.read_text()

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import signal
 import threading
@@ -18,17 +17,18 @@ import torch
 from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
-from lockstep.config import SECTIONS, RunConfig, show, to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import check_root, hash_labels
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.listener import Heard, OnEvent
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
+from lockstep.engine.starting import has_finished, list_changes, phrase_finished
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
-from lockstep.files import read_small, write_whole
+from lockstep.files import write_whole
 from lockstep.processes import end_on_second
 from lockstep.recipes.read import load_recipe
 from lockstep.restarts import leave_outcome
@@ -36,7 +36,6 @@ from lockstep.restarts import leave_outcome
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
-MAX_SUMMARY_BYTES = 1 << 20
 Outcome = Status | Literal["stopped"]  # by the program that listens
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
@@ -50,13 +49,15 @@ def run_rank(
     membership: Membership | None,
     open_sink: Callable[[World, Path], Sink],
     progress: Progress | None = None,
+    may_be_finished: bool = False,
     brought: Brought = NOTHING,
     on_event: OnEvent | None = None,
     is_guest: bool = False,
 ) -> Outcome:
     """Train as one rank of the world; rank 0's word on the run's `folder` counts.
 
-    `on_event` hears rank 0's records. A guest in somebody's program never ends the process.
+    A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A guest
+    in somebody's program never ends the process.
     """
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
@@ -83,7 +84,10 @@ def run_rank(
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
-                if not trainer.resume(bool(world.broadcast_value(world.is_first and has_finished(folder)))):
+                is_finished = bool(world.broadcast_value(world.is_first and has_finished(folder)))
+                if not trainer.resume(is_finished, may_be_finished):
+                    if may_be_finished:
+                        sink.emit(Notice(level="info", text=phrase_finished(folder)))
                     return "finished"
                 if world.is_first:  # not before: overrides that do not fit must leave the run resumable
                     if changes := describe_changes(folder, config):
@@ -100,13 +104,6 @@ def name_end(status: Status, stop: StopRequest, world: World) -> Outcome:
     """Whether it was whoever listens to rank 0 that ended an interrupted run."""
     is_asked = status == "interrupted" and world.broadcast_value(stop.is_asked and not stop.signal)
     return "stopped" if is_asked else status
-
-
-def has_finished(folder: Path) -> bool:
-    """Whether a run has said its last word, which is its summary; one killed before that has it still to say."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        return bool(json.loads(read_small(folder / "summary.json", MAX_SUMMARY_BYTES))["status"] == "finished")
-    return False
 
 
 def check_alike(config: RunConfig, world: World) -> None:
@@ -132,15 +129,8 @@ def describe_changes(folder: Path, config: RunConfig) -> str:
         _, before = load_recipe(str(folder))
     except LockstepError:  # of another version, or damaged: there is nothing to compare with
         return ""
-    was, now = (_flatten(tree) for tree in (before, config))
-    changes = [f"{key} was {show(was[key])} and is {show(now[key])}" for key in now if was[key] != now[key]]
+    changes = list_changes(before, config)
     return f"Going on with other settings: {'; '.join(changes)}." if changes else ""
-
-
-def _flatten(config: RunConfig) -> dict[str, object]:
-    """Every setting by its whole name."""
-    tables = {name: getattr(config, name) for name in SECTIONS}
-    return {f"{name}.{key}": getattr(table, key) for name, table in tables.items() for key in type(table).model_fields}
 
 
 def write_config(folder: Path, config: RunConfig) -> None:

@@ -389,11 +389,12 @@ class Trainer:
                 )
             )
 
-    def resume(self, has_finished: bool = True) -> bool:
+    def resume(self, has_finished: bool = True, may_be_finished: bool = False) -> bool:
         """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.
 
-        False if nothing is left to do: a rank was lost after the run's last word, and its agent cannot know. A run
-        that took its last step and was killed before that word goes on, to say it.
+        False if nothing is left to do, and whoever asks cannot know: a rank was lost after the run's last word, or the
+        same command starts a run and goes on with it. A run that took its last step and was killed before that word
+        goes on, to say it.
         """
         disk = self.folder / "checkpoints"
         taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
@@ -402,7 +403,7 @@ class Trainer:
             return True
         self.state, written = taken_up.state, taken_up.written
         if self._is_last and has_finished:
-            if count_restarts(os.environ):
+            if may_be_finished or count_restarts(os.environ):
                 return False
             raise SharedError(
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "

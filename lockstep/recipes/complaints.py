@@ -1,12 +1,14 @@
 """What is wrong with a recipe, in one sentence that names the key and says what would be right. Torch-free."""
 
 import difflib
+import shlex
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, ImageSize, RunConfig, Section, show
 
+QUOTE = '"'
 # How each kind of pydantic error completes "KEY = VALUE must be …".
 RULES = {
     "float_type": "a number, such as {example}",
@@ -27,6 +29,91 @@ RULES = {
 }
 
 
+# What other trainers call a setting: their names → ours, with an example; or the option that does it.
+NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    'train.duration = "90ep"': ("epochs", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"),
+    'train.duration = "1500st"': ("steps", "max_steps", "num_steps", "total_steps", "iterations", "max_iters"),
+    "train.global_batch = 256": ("batch_size", "batch", "bs", "train_batch_size", "per_device_train_batch_size"),
+    "train.accumulate = 4": (
+        "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps",
+        "accum_iter",
+    ),
+    "train.log_every = 10": ("print_freq", "log_interval", "log_freq", "logging_steps", "log_every_n_steps"),
+    'train.checkpoint_every = "1ep"': ("save_freq", "save_every", "save_interval", "save_steps", "checkpoint_interval"),
+    "train.keep_checkpoints = 2": ("save_total_limit", "checkpoint_hist", "save_top_k", "max_keep_ckpts"),
+    'train.eval_every = "1ep"': ("eval_interval", "val_interval", "eval_freq", "eval_steps", "check_val_every_n_epoch"),
+    "train.seed = 0": ("random_seed", "manual_seed", "random_state"),
+    'train.compile = "block"': ("torchcompile", "torch_compile", "use_compile"),
+    "optim.lr = 0.1": ("learning_rate", "base_lr", "blr", "lr0", "initial_lr"),
+    'optim.name = "sgd"': ("optimizer", "opt", "optimiser", "solver", "opt_name"),
+    "optim.weight_decay = 0.0001": ("wd", "l2", "weight_decay_rate"),
+    "optim.beta1 = 0.9": ("betas", "opt_betas", "adam_beta1", "beta_1"),
+    "optim.beta2 = 0.999": ("adam_beta2", "beta_2"),
+    'optim.schedule = "cosine"': ("scheduler", "lr_scheduler", "sched", "lr_policy", "lr_schedule"),
+    'optim.warmup = "5ep"': ("warmup_epochs", "lr_warmup_epochs", "num_warmup_epochs"),
+    'optim.warmup = "500st"': ("warmup_steps", "num_warmup_steps", "lr_warmup_steps", "warmup_iters"),
+    "optim.end_lr = 0.00001": ("min_lr", "lr_min", "eta_min", "final_lr"),
+    'optim.milestones = ["30ep", "60ep"]': ("lr_step_size", "lr_steps", "decay_epochs", "decay_milestones"),
+    "optim.gamma = 0.1": ("lr_gamma", "decay_rate"),
+    "optim.label_smoothing = 0.1": ("smoothing",),
+    "optim.clip_norm = 1.0": (
+        "clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "max_norm",
+    ),
+    "data.decode_threads = 8": ("num_workers", "workers", "nworkers", "dataloader_num_workers", "loader_workers"),
+    "data.prefetch_batches = 4": ("prefetch_factor", "prefetch"),
+    'data.path = "imagenet"': (
+        "data", "data_dir", "data_path", "data_root", "dataset", "dataset_path", "root", "train_dir", "traindir",
+    ),
+    "data.image_size = 224": (
+        "img_size", "imgsz", "input_size", "crop_size", "train_crop_size", "resolution", "train_size",
+    ),
+    "data.eval_resize = 256": ("val_resize_size", "resize_size", "eval_size", "val_size"),
+    "data.crop_area = [0.08, 1.0]": ("scale", "rrc_scale", "crop_scale"),
+    "data.crop_ratio = [0.75, 1.33]": ("ratio", "rrc_ratio"),
+    "data.flip = true": ("hflip", "horizontal_flip", "random_flip", "fliplr"),
+    'precision.compute = "bf16"': (
+        "amp", "use_amp", "amp_dtype", "mixed_precision", "autocast", "fp16", "bf16", "half", "dtype", "precision",
+    ),
+    'comm.backend = "nccl"': ("dist_backend", "ddp_backend", "distributed_backend"),
+    "comm.buffer_mb = 25.0": ("bucket_cap_mb", "ddp_bucket_cap_mb"),
+    'model.name = "resnet50"': ("arch", "architecture", "model_name", "net", "network", "backbone", "model"),
+    'model.weights = "torchvision:resnet50"': (
+        "pretrained", "weights", "checkpoint", "init_checkpoint", "finetune", "load_from", "pretrained_weights",
+    ),
+    "--ranks 4": ("gpus", "devices", "num_gpus", "ngpus", "world_size", "nproc_per_node", "num_processes"),
+    "--out RUN": ("output", "output_dir", "out_dir", "save_dir", "logdir", "log_dir", "work_dir", "default_root_dir"),
+    "--log wandb": ("wandb", "use_wandb", "log_wandb", "wandb_project", "report_to", "logger"),
+    "--log tensorboard": ("tensorboard", "use_tensorboard", "tb"),
+    "--resume": ("resume_from", "resume_from_checkpoint", "ckpt_path", "auto_resume"),
+}  # fmt: skip
+ELSEWHERE = {
+    name: ours
+    for ours, names in NAMES_ELSEWHERE.items()
+    if ours.startswith("--") or ours.partition(" ")[0] in KEYS
+    for name in names
+}
+
+
+def find_elsewhere(name: str) -> str:
+    """What a name from another trainer is here, as a recipe writes it; empty for one that nobody uses."""
+    return ELSEWHERE.get(name.rpartition(".")[2].strip("-").replace("-", "_").lower(), "")
+
+
+def describe_option(option: str) -> str:
+    """The sentence on an option of another trainer, or a setting given as an option; empty for any other."""
+    name = option.strip("-").replace("-", "_").lower()
+    ours = find_elsewhere(name)
+    if not ours:
+        known = [key for key in KEYS if name in (key, key.rpartition(".")[2])]
+        ours = f"{known[0]} = {_example(known[0].split('.'))}" if len(known) == 1 else ""
+    if not ours:
+        return ""
+    key, _, value = ours.partition(" = ")
+    # A text needs no quotes there, and what else a shell would take apart gets some.
+    given = shlex.quote(f"{key}={value.removeprefix(QUOTE).removesuffix(QUOTE)}")
+    return f"There is no option {option}; here it is {f'--set {given}' if value else ours}."
+
+
 def describe_invalid(invalid: ValidationError, where: str) -> str:
     """One sentence on the first error; a misspelt key comes before whatever else it caused."""
     errors = [error for error in invalid.errors() if error["type"] != "default_factory_not_called"]
@@ -35,8 +122,8 @@ def describe_invalid(invalid: ValidationError, where: str) -> str:
     return f"{_problem(first)} ({where}{more})."
 
 
-def describe_unknown(key: str) -> str:
-    """The opening of a sentence about a key that does not exist, with the nearest one that does."""
+def describe_unknown(key: str, *, is_table: bool = False) -> str:
+    """The opening of a sentence about a key that does not exist, with ours of that meaning, or the nearest."""
     name = key.rpartition(".")[2]
 
     def likeness(known: str) -> float:
@@ -47,6 +134,8 @@ def describe_unknown(key: str) -> str:
 
     if len(key) > LONGEST_SHOWN:
         return f"There is no key {key[:LONGEST_SHOWN]}…"
+    if not is_table and (ours := find_elsewhere(key)):
+        return f"There is no key {key}; here it is {ours}"
     return f"There is no key {key}; the nearest is {max((*SECTIONS, *KEYS), key=likeness)}"
 
 
@@ -62,7 +151,7 @@ def _problem(error: ErrorDetails) -> str:
     names = [part for part in location if isinstance(part, str)]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if kind == "extra_forbidden":
-        return describe_unknown(key)
+        return describe_unknown(key, is_table=isinstance(error["input"], dict))
     example = _example(names)
     if kind == "missing":
         return f"{key} is missing; give a value such as {example}"

@@ -86,15 +86,18 @@ def list_recipes() -> list[RecipeInfo]:
     return [RecipeInfo(name, _first_sentence(recipe_text(name))) for name in _recipe_names()]
 
 
-def recipe_text(name: str) -> str:
-    """A packaged recipe, as written."""
-    if name not in _recipe_names():
-        raise LockstepError(_no_recipe(name))
-    return (resources.files("lockstep.recipes") / f"{name}.toml").read_text(encoding="utf-8")
+def recipe_text(name_or_path: str) -> str:
+    """A packaged recipe, a file or a run folder's configuration, as written."""
+    return _find(name_or_path)[2]
+
+
+def is_packaged(name: str) -> bool:
+    """Whether a packaged recipe has this name."""
+    return name in _recipe_names()
 
 
 def copy_recipe(name: str, path: str | Path) -> None:
-    """Write a packaged recipe to a new file, to be edited there."""
+    """Write a recipe to a new file, to be edited there."""
     text = recipe_text(name)
     try:
         with open(path, "x", encoding="utf-8") as file:
@@ -112,8 +115,9 @@ def _recipe_names() -> list[str]:
 
 def _find(name_or_path: str) -> tuple[str, str, str]:
     """(run name, what to call it in a sentence, text) of a recipe, a file or a run folder."""
-    if name_or_path in _recipe_names():
-        return name_or_path, f"recipe {name_or_path}", recipe_text(name_or_path)
+    if is_packaged(name_or_path):
+        packaged = resources.files("lockstep.recipes") / f"{name_or_path}.toml"
+        return name_or_path, f"recipe {name_or_path}", packaged.read_text(encoding="utf-8")
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.toml"

@@ -34,9 +34,9 @@ VERDICT_INTERVAL_S = 60.0
 BAR_WIDTH = 30
 
 
-def build_display(console: Console, folder: Path) -> "Display":
-    """The display that suits the output; `folder` is where the run leaves its files."""
-    return LiveDisplay(console, folder) if is_live(console) else PlainDisplay(console, folder)
+def build_display(console: Console, folder: Path, go_on: str = "") -> "Display":
+    """The display that suits the output; `folder` is where the run leaves its files, `go_on` how to take it up."""
+    return (LiveDisplay if is_live(console) else PlainDisplay)(console, folder, go_on)
 
 
 def is_live(console: Console) -> bool:
@@ -47,9 +47,10 @@ def is_live(console: Console) -> bool:
 class Display:
     """A sink that keeps what a reader wants to see; how it is shown is for the two kinds below."""
 
-    def __init__(self, console: Console, folder: Path) -> None:
+    def __init__(self, console: Console, folder: Path, go_on: str = "") -> None:
         self.console = console
         self.folder = folder
+        self.go_on = go_on or f"lockstep train {folder} --resume"
         self.start: RunStarted | None = None
         self.time_left: TimeLeft | None = None
         self.step: StepDone | None = None
@@ -72,6 +73,9 @@ class Display:
         if isinstance(event, RunEnded):
             self.close()
             self.show_end(event)
+
+    def describe_end(self, ended: RunEnded) -> list[tuple[str, str]]:
+        return describe_result(ended, self.start, self.evaluated, self.folder, self.go_on)
 
     def show_line(self, line: str, event: Event) -> None:
         raise NotImplementedError
@@ -111,7 +115,7 @@ class PlainDisplay(Display):
             print_plain(self.console, sentence)
 
     def show_end(self, ended: RunEnded) -> None:
-        rows = describe_result(ended, self.evaluated, self.folder)
+        rows = self.describe_end(ended)
         width = max(len(label) for label, _ in rows)
         for label, value in rows:
             print_plain(self.console, f"{label:{width}}  {value}")
@@ -139,7 +143,7 @@ class LiveDisplay(Display):
         table = Table.grid(padding=(0, 2))
         table.add_column()
         table.add_column(overflow="fold")
-        for label, value in describe_result(ended, self.evaluated, self.folder):
+        for label, value in self.describe_end(ended):
             table.add_row(Text(label, style="cyan"), Text(value, style="bold" if label == "top-1" else ""))
         self.console.print(table)
         for line in describe_spent(ended, self.verdict.sentence()):

@@ -128,9 +128,13 @@ def describe_state(step: StepDone, evaluated: Evaluated | None) -> list[str]:
     ]
 
 
-def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) -> list[tuple[str, str]]:
-    """The closing table: label and value."""
-    rows = [("status", f"{ended.status} after {clock(ended.wall_s)}, {plural(ended.step, 'step')}")]
+def describe_result(
+    ended: RunEnded, start: RunStarted | None, evaluated: Evaluated | None, folder: Path, go_on: str
+) -> list[tuple[str, str]]:
+    """The closing table: label and value; of a run that was resumed, `start` is that of its last part."""
+    before = start.start_step if start else 0
+    place = f" (step {ended.step:,}, gone on from {before:,})" if before else ""
+    rows = [("status", f"{ended.status} after {clock(ended.wall_s)}, {plural(ended.step - before, 'step')}{place}")]
     if ended.reason:
         rows.append(("reason", ended.reason))
     if evaluated:
@@ -147,7 +151,7 @@ def describe_result(ended: RunEnded, evaluated: Evaluated | None, folder: Path) 
     if (folder / "report.html").is_file():
         rows.append(("report", str(folder / "report.html")))
     if ended.status == "interrupted":
-        rows.append(("go on with", f"lockstep train {folder} --resume"))
+        rows.append(("go on with", go_on))
     return rows
 
 

@@ -1,0 +1,176 @@
+"""Start or go on: which run a command means, by what name and with what settings (step 0 on the walk). Torch-free.
+
+A run's folder says itself how it was started: its configuration is `config.toml`, with paths that hold from any
+directory, and the name of its recipe is in the first record of its log.
+"""
+
+import contextlib
+import json
+import os
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.config import KEYS, SECTIONS, RunConfig, show
+from lockstep.errors import LockstepError
+from lockstep.events import LOG_NAME, RunStarted, decode, list_full_parts
+from lockstep.files import read_small
+from lockstep.recipes.read import is_packaged, load_recipe
+from lockstep.restarts import count_restarts
+
+Resume = Literal["no", "yes", "auto"]
+
+# Settings that may be files or folders of this machine.
+PATHS = ("data.path", "comm.cluster", "model.weights")
+MAX_SUMMARY_BYTES = 1 << 20
+MAX_LINE_BYTES = 4 << 20  # of a log, where it is looked through for a name
+MAX_LINES = 100  # before the record that opens a run come a few notices at most
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a command means."""
+
+    name: str  # of the recipe
+    folder: Path
+    config: RunConfig
+    resume: bool
+
+
+def plan_start(target: str, settings: list[str], out: Path | None, resume: Resume) -> Start:
+    """The run to start, or to go on with: on a resume with the configuration it was started with, and `settings`."""
+    if resume == "auto":
+        return _start_or_go_on(target, settings, out)
+    if resume == "yes" or was_begun(target, out):
+        folder = out or (Path(target) if Path(target).is_dir() else find_last_run(target))
+        return go_on(folder, settings)
+    if out is None and not is_packaged(target) and is_begun(Path(target)):
+        raise LockstepError(
+            f"{target} is a run's folder; add --resume to go on with it, or --out to start another run with its "
+            "configuration."
+        )
+    return start_anew(target, settings, out)
+
+
+def start_anew(target: str, settings: list[str], out: Path | None) -> Start:
+    """A new run of a recipe."""
+    name, wanted = load_recipe(target, settings)
+    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return Start(name, folder, make_absolute(wanted), resume=False)
+
+
+def go_on(folder: Path, settings: list[str]) -> Start:
+    """A run that is there already."""
+    if not is_begun(folder):
+        raise LockstepError(f"{folder} is not a run's folder, so there is nothing to resume; start without --resume.")
+    _, wanted = load_recipe(str(folder), settings)
+    return Start(read_recipe_name(folder), folder, make_absolute(wanted), resume=True)
+
+
+def _start_or_go_on(target: str, settings: list[str], out: Path | None) -> Start:
+    """The same command every time: what it asks for must be what the run was started with."""
+    folder = out or Path(target)
+    if out is None and not is_begun(folder):
+        raise LockstepError("--resume=auto needs --out, the folder to start the run in and to find it in again.")
+    start = start_anew(target, settings, folder)
+    if not is_begun(folder):
+        return start
+    before = go_on(folder, [])
+    if changes := list_changes(before.config, start.config):
+        raise LockstepError(
+            f"{folder} holds a run with other settings: {'; '.join(changes)}. Go on with these by lockstep train "
+            f"{shlex.quote(str(folder))} --resume and --set, or choose another --out."
+        )
+    return before
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a run has left its configuration in a folder."""
+    return (folder / "config.toml").is_file()
+
+
+def was_begun(target: str, out: Path | None) -> bool:
+    """Whether this rank was started again, and the run had left its configuration before it was lost."""
+    if not count_restarts(os.environ):
+        return False
+    if out is None:
+        name, _ = load_recipe(target)
+        return any(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
+    return is_begun(out)
+
+
+def find_last_run(target: str) -> Path:
+    """The newest run of a recipe under runs/."""
+    name, _ = load_recipe(target)
+    runs = sorted(file.parent for file in Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
+    if not runs:
+        raise LockstepError(f"No run of {name} lies under runs/; start without --resume, or give --out.")
+    # One that ended before its first checkpoint is gone on with only if there is no other.
+    return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
+
+
+def make_absolute(config: RunConfig) -> RunConfig:
+    """The same with paths that hold from any directory; a name that is no file here stays as it is."""
+    changed: dict[str, Any] = {}
+    for section, _, key in (path.partition(".") for path in PATHS if path in KEYS):
+        table = changed.get(section, getattr(config, section))
+        given = getattr(table, key)
+        path = Path(given).expanduser().absolute()
+        if given and (key == "path" or path.exists()):
+            changed[section] = table.model_copy(update={key: str(path)})
+    return config.model_copy(update=changed)
+
+
+def list_changes(before: RunConfig, now: RunConfig) -> list[str]:
+    """What differs between two configurations, setting by setting."""
+    was, wanted = (_flatten(tree) for tree in (before, now))
+    return [f"{key} was {show(was[key])} and is {show(wanted[key])}" for key in wanted if was[key] != wanted[key]]
+
+
+def _flatten(config: RunConfig) -> dict[str, object]:
+    """Every setting by its whole name."""
+    tables = {name: getattr(config, name) for name in SECTIONS}
+    return {f"{name}.{key}": getattr(table, key) for name, table in tables.items() for key in type(table).model_fields}
+
+
+def read_recipe_name(folder: Path) -> str:
+    """The recipe that a run was started from, as its log's first record has it; else the folder's own name."""
+    log = folder / LOG_NAME
+    for part in (*list_full_parts(log), log):
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            if part.is_file() and (name := _find_name(part)):
+                return name
+    return folder.absolute().name
+
+
+def _find_name(part: Path) -> str:
+    """The recipe in the first record of a file that opens a run; empty where none of its first lines does."""
+    with part.open(encoding="utf-8", errors="replace") as file:
+        for _ in range(MAX_LINES):
+            event = decode(file.readline(MAX_LINE_BYTES))
+            if isinstance(event, RunStarted):
+                return event.recipe
+    return ""
+
+
+def has_finished(folder: Path) -> bool:
+    """Whether a run has said its last word, which is its summary; one killed before that has it still to say."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        return bool(json.loads(read_small(folder / "summary.json", MAX_SUMMARY_BYTES))["status"] == "finished")
+    return False
+
+
+def phrase_finished(folder: Path) -> str:
+    """What there is to say of a run that may be finished, and is."""
+    return f"{folder} is finished, and nothing is left to do; a longer train.duration goes on with it."
+
+
+def phrase_go_on(folder: Path, ranks: str | None, restarts: int = 0, log: str = "") -> str:
+    """The command that goes on with a run; without `ranks` others start them, and know how."""
+    words = ["lockstep", "train", str(folder), "--resume"]
+    words += ["--ranks", ranks] if ranks else []
+    words += ["--restarts", str(restarts)] if restarts else []
+    words += ["--log", log] if log else []
+    return f"{'' if ranks else 'started as before, with: '}{shlex.join(words)}"

@@ -1,0 +1,159 @@
+"""The reference of settings, held against the configuration itself, and the names that other trainers use."""
+
+import inspect
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from lockstep.cli import spell_resume
+from lockstep.config import KEYS, SECTIONS, to_toml
+from lockstep.errors import LockstepError
+from lockstep.recipes.complaints import ELSEWHERE, describe_option, describe_unknown
+from lockstep.recipes.read import apply_overrides, load_recipe, recipe_text
+from lockstep.recipes.settings import draw_page, find_settings, list_settings
+from tests.engine import commands
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_of_the_docs_is_made_of_what_there_is() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == draw_page(list_settings()), "docs/settings.md is stale; run `make settings`"
+
+
+def test_every_setting_is_described() -> None:
+    settings = list_settings()
+    assert tuple(setting.key for setting in settings) == KEYS
+    assert all(setting.meaning and setting.allowed for setting in settings)
+
+
+def test_defaults_are_those_of_a_recipe_that_says_nothing() -> None:
+    bare = load_recipe("quickstart")[1].model_dump(mode="json")
+    least = tomllib.loads("[optim]\nlr = 0.1\n[train]\nglobal_batch = 8\nduration = '1ep'\n")
+    resolved = tomllib.loads(to_toml(type(load_recipe("quickstart")[1]).model_validate(least)))
+    assert bare.keys() == resolved.keys()
+    for setting in list_settings():
+        section, _, name = setting.key.rpartition(".")
+        if setting.default and setting.default != "follows the others":
+            assert json.loads(setting.default) == (resolved[section] if section else resolved)[name], setting.key
+
+
+def test_limits_are_kept_by_the_configuration() -> None:
+    """Beyond a limit that is stated, a value is refused; at one that belongs, it is not refused for that."""
+    checked = 0
+    for setting in list_settings():
+        section, _, name = setting.key.rpartition(".")
+        for word, beyond in (("at least ", -1), ("at most ", 1)):
+            if word in setting.allowed:
+                kind = int if "whole" in setting.allowed else float
+                limit = kind(setting.allowed.split(word)[1].split()[0])
+                for value, is_refused in ((limit + beyond, True), (limit, False)):
+                    assert is_refused == (name in _refused(section, {name: value})), (setting.key, value)
+                checked += 1
+    assert checked > 40
+
+
+def _refused(section: str, table: dict[str, object]) -> set[object]:
+    try:
+        SECTIONS[section].model_validate(table)
+    except ValidationError as error:
+        return {
+            part
+            for one in error.errors()
+            if one["type"] in ("greater_than_equal", "less_than_equal")
+            for part in one["loc"]
+        }
+    return set()
+
+
+def test_recipes_that_set_a_key_are_named_with_its_value() -> None:
+    by_key = {setting.key: setting.recipes for setting in list_settings()}
+    table = tomllib.loads(recipe_text("quickstart"))
+    assert json.loads(by_key["optim.lr"]["quickstart"]) == table["optim"]["lr"]
+    assert "quickstart" not in by_key["comm.division"]
+
+
+def test_settings_are_found_by_a_part_a_pattern_or_their_meaning() -> None:
+    assert [setting.key for setting in find_settings("optim.lr")] == ["optim.lr"]
+    assert {setting.key for setting in find_settings("*.beta?")} == {"optim.beta1", "optim.beta2"}
+    assert [setting.key for setting in find_settings("mirror")] == ["data.flip"]
+    assert [setting.key for setting in find_settings("epochs")] == ["train.duration"]
+    with pytest.raises(LockstepError, match=r"There is no key momentun; the nearest is optim\.momentum"):
+        find_settings("momentun")
+
+
+def test_the_command_prints_a_table_json_and_the_page() -> None:
+    status, out, err = commands.run("recipes", "settings", "clip_norm", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)[0] == find_settings("optim.clip_norm")[0]._asdict()
+    assert "optim.clip_norm" in commands.run("recipes", "settings", "clip_norm")[1]
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_what_others_call_it_leads_to_a_setting_that_works(name: str) -> None:
+    ours = ELSEWHERE[name]
+    assert f"There is no key {name}; here it is {ours}" == describe_unknown(name)
+    if ours.startswith("--"):
+        from lockstep import cli
+
+        assert ours.split()[0].removeprefix("--") in inspect.signature(cli.train).parameters
+    else:
+        key, _, value = ours.partition(" = ")
+        section, _, setting = key.partition(".")
+        raw = apply_overrides(tomllib.loads(recipe_text("resnet50-256")), [f"{key}={value}"])
+        assert setting in raw[section]
+        invalid = _all_refused(section, {setting: raw[section][setting]})
+        assert setting not in invalid, invalid
+
+
+def _all_refused(section: str, table: dict[str, object]) -> dict[object, str]:
+    try:
+        SECTIONS[section].model_validate(table)
+    except ValidationError as error:
+        return {part: one["msg"] for one in error.errors() for part in one["loc"]}
+    return {}
+
+
+def test_other_trainers_names_in_any_spelling_and_section() -> None:
+    for name in ("epochs", "train.epochs", "Epochs"):
+        assert describe_unknown(name).endswith('; here it is train.duration = "90ep"')
+    for name in ("learning_rate", "learning-rate"):
+        assert describe_unknown(name).endswith("; here it is optim.lr = 0.1")
+    assert describe_unknown("optim.momentun").endswith("; the nearest is optim.momentum")
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("--epochs", "--set train.duration=90ep"),
+        ("--batch-size", "--set train.global_batch=256"),
+        ("--weight-decay", "--set optim.weight_decay=0.0001"),
+        ("--momentum", "--set optim.momentum=0.9"),
+        ("--amp", "--set precision.compute=bf16"),
+        ("--workers", "--set data.decode_threads=8"),
+        ("--dist-backend", "--set comm.backend=nccl"),
+        ("--wandb", "--log wandb"),
+        ("--lr-steps", '--set \'optim.milestones=["30ep", "60ep"]\''),
+    ],
+)
+def test_an_option_of_another_trainer_is_a_sentence(option: str, ours: str) -> None:
+    assert describe_option(option) == f"There is no option {option}; here it is {ours}."
+
+
+def test_an_option_that_nobody_has_is_left_to_the_parser() -> None:
+    assert describe_option("--frobnicate") == ""
+    assert describe_option("--name") == ""  # there are several
+    status, _, err = commands.run("train", "quickstart", "--learning-rate=0.1")
+    assert status == 1
+    assert err == "lockstep: There is no option --learning-rate; here it is --set optim.lr=0.1.\n"
+
+
+def test_resume_may_stand_anywhere_with_and_without_a_value() -> None:
+    assert spell_resume(["--resume", "run"]) == ["--resume=yes", "run"]
+    assert spell_resume(["run", "--resume"]) == ["run", "--resume=yes"]
+    assert spell_resume(["r", "--resume", "auto", "--out", "x"]) == ["r", "--resume=auto", "--out", "x"]
+    assert spell_resume(["r", "--resume=auto"]) == ["r", "--resume=auto"]
+    assert spell_resume(["auto"]) == ["auto"]
