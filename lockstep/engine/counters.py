@@ -4,9 +4,10 @@ A seal only tells that a manifest is as somebody wrote it; it may have been writ
 be is damage, and the checkpoint is passed over (`checkpoint.py`).
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in ev
 MAX_RANKS = 1 << 20
 RULES = ("sgd", "lars", "lamb", "adamw")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
+CLASSES = "classes"  # the key of their names
+MAX_NAMES_BYTES = 1 << 25  # of all of them, as JSON has them: far less than a manifest may have
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -37,6 +40,7 @@ def check_counters(checkpoint: Checkpoint) -> None:
         "order": not _is_order(state.get("order")),
         "cursor": not _is_table(state.get("cursor"), {"epoch", "position"}),
         "ledger": not _is_ledger(state.get("ledger")),
+        CLASSES: not are_names(state.get(CLASSES, [])),
     }
     for name, is_wrong in faults.items():
         if is_wrong:
@@ -44,6 +48,21 @@ def check_counters(checkpoint: Checkpoint) -> None:
     _check_formats(checkpoint.files)
     _check_place(state)
     _check_statistics(checkpoint.files.get("statistics", {}), state["world_size"])
+
+
+def name_classes(classes: Sequence[str]) -> dict[str, Any]:
+    """The names as counters have them; nothing where they are so many that nobody could read the manifest."""
+    names = list(classes)
+    return {CLASSES: names} if names and len(json.dumps(names)) <= MAX_NAMES_BYTES else {}
+
+
+def are_names(value: Any) -> bool:
+    """Whether these can be the names of classes, or none."""
+    return (
+        isinstance(value, list)
+        and all(isinstance(name, str) and name for name in value)
+        and len(set(value)) == len(value)
+    )
 
 
 def _check_place(state: Mapping[str, Any]) -> None:

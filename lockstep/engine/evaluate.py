@@ -1,5 +1,6 @@
 """Accuracy over exactly the validation set, as integer counts: the same number for any rank count."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,15 +40,17 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     mistakes: Mistakes | None = None,
     loss: SummedLoss = cross_entropy_sum,
+    averages: bool = True,
 ) -> Accuracy:
     """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode.
 
-    `mistakes` takes note of every answer, where somebody wants to know.
+    `mistakes` takes note of every answer, where somebody wants to know. `averages` is for ranks whose batch-norm
+    statistics differ, as in training.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
     total_loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
-    with averaged_statistics(model, world):
+    with averaged_statistics(model, world) if averages else contextlib.nullcontext():
         for batch in batches:
             logits = model(batch.images.to(dtype))
             counts[:2] += count_correct(logits, batch.labels, (1, 5))

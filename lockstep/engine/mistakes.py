@@ -43,10 +43,13 @@ class Mistakes:
         self._answers[numbers] = answers.cpu() + 1
         self._confidences[numbers] = best.cpu()
 
+    def collect(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Every sample's answer, -1 for one that nobody could read, and its confidence; every rank must call it."""
+        return self._world.sum(self._answers).numpy() - 1, self._world.sum(self._confidences).numpy()
+
     def find(self) -> dict[str, Any]:
         """The confusion and the worst, as a record has them, on rank 0; every rank must call it."""
-        answers = self._world.sum(self._answers).numpy() - 1
-        confidences = self._world.sum(self._confidences).numpy()
+        answers, confidences = self.collect()
         if not self._world.is_first:
             return {}
         labels = np.asarray(self._source.labels, dtype=np.int64)
@@ -70,10 +73,10 @@ class Mistakes:
         }
 
 
-def count_pairs(labels: NDArray[np.int64], answers: NDArray[np.int64]) -> list[list[int]]:
+def count_pairs(labels: NDArray[np.int64], answers: NDArray[np.int64], most: int = MAX_PAIRS) -> list[list[int]]:
     """[class, answer, how often], the right ones too; the most frequent first, of equals by class."""
     pairs, counts = np.unique(np.stack([labels, answers], axis=1), axis=0, return_counts=True)
-    order = np.argsort(-counts, kind="stable")[:MAX_PAIRS]
+    order = np.argsort(-counts, kind="stable")[:most]
     return [[*map(int, pairs[index]), int(counts[index])] for index in order]
 
 

@@ -6,6 +6,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.comm.world import World
+from lockstep.commit import read_commit
 from lockstep.config import RunConfig
 from lockstep.engine.build import Parts, Sources, count_steps
 from lockstep.events import RunStarted
@@ -33,7 +34,14 @@ def describe_start(
         steps_total=total_steps,
         steps_per_epoch=steps_per_epoch,
         start_step=start_step,
-        versions={"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions=name_versions(world.is_first),
         layers=[slot.name for slot in slots],
         class_names=list(classes) if len(classes) <= MOST_NAMES else [],
     )
+
+
+def name_versions(with_commit: bool) -> dict[str, str]:
+    """What runs here, by name; the commit too, where this is a checkout and somebody listens."""
+    versions = {"lockstep": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    commit = read_commit() if with_commit else ""
+    return versions | ({"commit": commit} if commit else {})

@@ -56,8 +56,8 @@ def run_rank(
 ) -> Outcome:
     """Train as one rank of the world; rank 0's word on the run's `folder` counts.
 
-    A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A guest
-    in somebody's program never ends the process.
+    A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A
+    guest in somebody's program never ends the process.
     """
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,

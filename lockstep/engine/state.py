@@ -6,7 +6,7 @@ that differs between ranks: the network is saved with their average, and beside 
 ranks go on to the last bit as if nobody had stopped them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
-from lockstep.engine.counters import check_counters
+from lockstep.engine.counters import CLASSES, check_counters, name_classes
 from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.storage import load_named, named_arrays
@@ -127,11 +127,16 @@ def save_state(
     *,
     keep: int,
     drop_later: bool = False,
+    classes: Sequence[str] = (),
 ) -> Saved | None:
-    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
+    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
+
+    `classes` are the names of what the network tells apart, for those who use it later.
+    """
     with gathered_state(folder, state, parts, world, order) as (files, counters):
         if not world.is_first:
             return None
+        counters |= name_classes(classes)
         return save_checkpoint(folder, state.step, files, counters, keep=keep, drop_later=drop_later)
 
 
@@ -221,7 +226,9 @@ def _read_newest(
     _check_order(order, checkpoint.state["order"])
     _fill_tensors(parts, checkpoint.files)
     ranks = _find_ranks(parts, world, checkpoint.files)
-    return checkpoint.state | {"has_ranks": ranks is not None}, ranks
+    # Not the names: nobody goes on by them, and there may be many.
+    counters = {name: value for name, value in checkpoint.state.items() if name != CLASSES}
+    return counters | {"has_ranks": ranks is not None}, ranks
 
 
 def _read_writer(counters: Mapping[str, Any]) -> Written:

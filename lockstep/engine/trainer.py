@@ -373,6 +373,7 @@ class Trainer:
                 self._order,
                 keep=self.config.train.keep_checkpoints,
                 drop_later=self.is_renumbered,
+                classes=self.sources.train.classes,
             )
         except OSError as error:
             self.unsaved = (

@@ -12,7 +12,7 @@ from lockstep.bench.chaos.disk import open_disk
 from lockstep.bench.chaos.faults import Way, plan_runs
 from lockstep.bench.chaos.judge import Reference, judge, take_reference
 from lockstep.bench.chaos.reads import can_block
-from lockstep.bench.chaos.report import Report, Row, Verdict, read_commit, show
+from lockstep.bench.chaos.report import Report, Row, Verdict, name_source, show
 from lockstep.bench.chaos.runs import SETTINGS, Place, Run
 from lockstep.bench.chaos.surroundings import Surroundings, seclude
 from lockstep.bench.chaos.torment import torment
@@ -35,7 +35,7 @@ def run(
         if backend == "nccl":
             left_out |= {"two nodes"}  # namespaces of one machine, whose ranks may have to share a GPU
         settings = (*SETTINGS, f"comm.backend={backend}")
-        report = Report(seed, num_ranks, read_commit(), backend=backend, left_out=sorted(left_out))
+        report = Report(seed, num_ranks, name_source(), backend=backend, left_out=sorted(left_out))
         if not is_alone:
             console.print("Shared memory and mounts left behind are not looked for: that takes a namespace of mounts.")
         if left_out:

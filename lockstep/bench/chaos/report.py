@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import __version__
+from lockstep.commit import read_commit
 from lockstep.errors import LockstepError
 from lockstep.files import write_whole
 
@@ -196,11 +196,6 @@ def describe(values: Sequence[float | None]) -> str:
     return f"{statistics.median(found):.1f}, {found[math.ceil(0.99 * len(found)) - 1]:.1f}"
 
 
-def read_commit() -> str:
+def name_source() -> str:
     """What is run: the commit of a checkout, the version of an installed package."""
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True)
-    except OSError:
-        return __version__
-    return done.stdout.strip() if done.returncode == 0 else __version__
+    return read_commit() or __version__

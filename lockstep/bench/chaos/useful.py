@@ -10,7 +10,7 @@ from rich.console import Console
 from lockstep.bench.chaos.disk import Disk
 from lockstep.bench.chaos.find import POLL_S, find_rank, kill, wait_until_gone
 from lockstep.bench.chaos.judge import CRIES
-from lockstep.bench.chaos.report import Report, UsefulTime, read_commit, show
+from lockstep.bench.chaos.report import Report, UsefulTime, name_source, show
 from lockstep.bench.chaos.runs import SETTINGS, Part, Place, Run
 from lockstep.bench.chaos.surroundings import seclude
 from lockstep.bench.results import check_files
@@ -30,7 +30,7 @@ def measure_useful(
     """Kill a random rank every so many seconds, for a while, and print the share of time that was of use."""
     check_files(json_file, None)
     seclude()
-    report = Report(seed, num_ranks, read_commit())
+    report = Report(seed, num_ranks, name_source())
     with tempfile.TemporaryDirectory(prefix="lockstep-chaos-", ignore_cleanup_errors=True) as name:
         place = Place(Disk(Path(name) / "runs"), Path(name))  # on no small disk: its log would not fit
         with Run(1, place, num_ranks, "restarts", (*SETTINGS, *LONG)) as one:

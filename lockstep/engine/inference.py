@@ -1,0 +1,244 @@
+"""A trained network for use: loaded from its run, asked about images (what comes after step 10 on the walk).
+
+    trained = load_run("runs/quickstart-20261116-120000")
+    for prediction in predict(trained, ["a.jpeg", "b.png"]):
+        print(prediction.name, prediction.guesses[0].name, prediction.guesses[0].probability)
+
+Images pass through evaluation's own pipeline, with the run's own sizes, mean and std, so that a network is used as it
+was measured.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.comm.world import World, count_cores
+from lockstep.config import RunConfig
+from lockstep.data.given import GivenImages
+from lockstep.engine.build import HALF, build_eval_pipeline, build_layout, build_network, set_number_formats
+from lockstep.engine.checkpoint import (
+    NAME,
+    Checkpoint,
+    DamagedCheckpoint,
+    list_checkpoints,
+    load_checkpoint,
+    read_checkpoint,
+)
+from lockstep.engine.counters import CLASSES, are_names
+from lockstep.errors import LockstepError
+from lockstep.events import RunStarted, read_events
+from lockstep.optim.storage import build_weights
+from lockstep.recipes.read import load_recipe
+
+Compute = Literal["fp32", "tf32", "fp16", "bf16"]
+Progress = Callable[[int, int], None]
+MODEL = "model"  # the file of a checkpoint that holds the network
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A run's network as it was at one checkpoint, ready to be asked."""
+
+    network: nn.Module  # in evaluation mode, on `device`
+    classes: tuple[str, ...]  # by the place of their logit
+    config: RunConfig  # the run's own, but for `precision.compute`, which is that of this network
+    run: Path  # the run's folder
+    checkpoint: Path
+    step: int
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of images and activations."""
+        return HALF.get(self.config.precision.compute, torch.float32)
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class, and how sure the network is of it."""
+
+    label: int
+    name: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network says of one image: its best guesses, or why there are none."""
+
+    name: str  # the file, as it was given
+    guesses: tuple[Guess, ...]  # the surest first
+    failure: str = ""  # why the image could not be read
+
+
+def load_run(
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    compute: Compute | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> TrainedNetwork:
+    """The network of a run's folder, from its newest good checkpoint, or of one checkpoint's folder.
+
+    `device` is a GPU if there is one, and `compute` the number format of the run, if not given; but FP16 on a CPU, which
+    is slow there, becomes FP32. `warn` hears of damaged checkpoints.
+    """
+    run, only = find_run(Path(path).expanduser())
+    _, config = load_recipe(str(run / "config.toml"))
+    device = choose_device(device)
+    config = _with_compute(config, compute or _choose_compute(config, device))
+    checkpoint = _read_weights(run, only, warn)
+    arrays, classes = checkpoint.files[MODEL], read_classes(run, checkpoint.state)
+    network = _build(config, len(classes), arrays, checkpoint.path)
+    set_number_formats(config.precision)
+    # Over flat arrays as in training: the same memory formats, so the same sums.
+    build_weights(network, build_layout(config, network), device, HALF.get(config.precision.compute, torch.float32))
+    return TrainedNetwork(
+        network.eval(), classes, config, run, checkpoint.path, int(checkpoint.path.name.rpartition("-")[2]), device
+    )
+
+
+def find_run(path: Path) -> tuple[Path, Path | None]:
+    """The run's folder, absolute, and the checkpoint's where that was named."""
+    path = Path(os.path.abspath(path))
+    if (path / "config.toml").is_file():
+        return path, None
+    if NAME.fullmatch(path.name) and path.is_dir():
+        if not (path.parents[1] / "config.toml").is_file():
+            raise LockstepError(
+                f"The checkpoint {path} lies in no run's folder: the config.toml two folders above it is missing; copy "
+                "the whole run."
+            )
+        return path.parents[1], path
+    raise LockstepError(f"{path} is not a run's folder: it holds no config.toml; name one such as runs/quickstart-….")
+
+
+def choose_device(asked: str | torch.device | None) -> torch.device:
+    """The device asked for, or a GPU if there is one."""
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise LockstepError(f"There is no device {str(asked)[:40]!r}; use cpu, cuda or such as cuda:1.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise LockstepError(f"Networks run on cpu and cuda, not on {device.type}; choose one of the two.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise LockstepError(f"{device} is not there: this machine has {torch.cuda.device_count()} GPUs; use cpu.")
+    return device
+
+
+def _choose_compute(config: RunConfig, device: torch.device) -> Compute:
+    return "fp32" if config.precision.compute == "fp16" and device.type == "cpu" else config.precision.compute
+
+
+def _with_compute(config: RunConfig, compute: Compute) -> RunConfig:
+    precision = config.precision.model_copy(update={"compute": compute})
+    return config.model_copy(update={"precision": precision})
+
+
+def _read_weights(run: Path, only: Path | None, warn: Callable[[str], None]) -> Checkpoint:
+    """The newest good checkpoint of a run, or the one named; of its files the network alone."""
+    if only:
+        try:
+            checkpoint = read_checkpoint(only, MODEL)
+            _check_usable(checkpoint)
+            return checkpoint
+        except DamagedCheckpoint as damage:
+            raise LockstepError(
+                f"The checkpoint {only} is damaged ({damage}); name another, or the run's folder."
+            ) from None
+    folder = run / "checkpoints"
+    if not list_checkpoints(folder):
+        raise LockstepError(f"{run} has no checkpoint yet, so there is no network to use; train it further first.")
+    return load_checkpoint(folder, warn, _check_usable, only=MODEL)
+
+
+def _check_usable(checkpoint: Checkpoint) -> None:
+    if MODEL not in checkpoint.files or not isinstance(checkpoint.state, dict):
+        raise DamagedCheckpoint("it holds no network")
+    if not are_names(checkpoint.state.get(CLASSES, [])):
+        raise DamagedCheckpoint(f"its manifest says nothing possible of {CLASSES}")
+
+
+def read_classes(run: Path, state: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names beside the weights; of a run that left none there, those in its records, or numbers."""
+    if names := state.get(CLASSES):
+        return tuple(names)
+    start = next((event for event in read_events(run) if isinstance(event, RunStarted)), None)
+    if start is None or not 1 <= start.num_classes <= 1 << 24:
+        raise LockstepError(f"{run} says nowhere which classes its network knows; go on with it for a checkpoint.")
+    if len(start.class_names) == start.num_classes and are_names(start.class_names):
+        return tuple(start.class_names)
+    return tuple(f"class {place}" for place in range(start.num_classes))
+
+
+def _build(config: RunConfig, num_classes: int, arrays: Mapping[str, Tensor], where: Path) -> nn.Module:
+    """The network with these arrays in it; anything that does not fit is a sentence."""
+    misfit = f"The checkpoint {where} does not fit the run's config.toml"
+    # Before anything of that size is built, as the number may be forged.
+    if not any(array.ndim and len(array) == num_classes for array in arrays.values()):
+        raise LockstepError(f"{misfit}: its network does not tell {num_classes:,} classes apart.")
+    try:
+        network = build_network(config, num_classes)
+    except (RuntimeError, MemoryError) as error:
+        raise LockstepError(f"The network of {where} cannot be built ({str(error).splitlines()[0][:200]}).") from error
+    expected = network.state_dict()
+    for name in expected.keys() | arrays.keys():
+        if name not in arrays or name not in expected or arrays[name].shape != expected[name].shape:
+            raise LockstepError(f"{misfit}: {name[:200]} is missing, unknown or of another shape.")
+    network.load_state_dict(dict(arrays))
+    return network
+
+
+def world_of(device: torch.device) -> World:
+    """This process alone, on a device."""
+    return World(0, 1, 0, 1, device, count_cores())
+
+
+@torch.no_grad()
+def predict(
+    trained: TrainedNetwork,
+    images: Sequence[str | Path | bytes],
+    *,
+    top: int = 5,
+    progress: Progress | None = None,
+) -> list[Prediction]:
+    """The `top` classes of each image, in the order given: files, or encoded images in memory.
+
+    An image that cannot be read has no guesses and says why. `progress` hears (done, total).
+    """
+    if not images:
+        return []
+    source = GivenImages(images)
+    top = max(1, min(top, len(trained.classes)))
+    guesses: dict[int, tuple[Guess, ...]] = {}
+    # As evaluation does it, but for damaged images, which are the caller's to judge.
+    data = trained.config.data.model_copy(update={"bad_share": 1.0, "resident": "off"})
+    config = trained.config.model_copy(update={"data": data})
+    with build_eval_pipeline(config, world_of(trained.device), source) as batches:
+        for batch in batches:
+            if len(batch.samples):
+                chances = trained.network(batch.images.to(trained.dtype)).float().softmax(dim=1)
+                values, labels = (part.tolist() for part in chances.topk(top, dim=1))
+                for sample, of_image, places in zip(batch.samples.tolist(), values, labels, strict=True):
+                    pairs = zip(places, of_image, strict=True)
+                    guesses[sample] = tuple(Guess(label, trained.classes[label], value) for label, value in pairs)
+            if progress:
+                progress(batch.cursor.position, len(images))
+        reasons = dict(batches.bad)
+    names = [source.name(place) for place in range(len(images))]
+    return [
+        Prediction(name, guesses.get(place, ()), _strip(reasons.get(place, ""), name))
+        for place, name in enumerate(names)
+    ]
+
+
+def _strip(reason: str, name: str) -> str:
+    """The reason alone, of "name (reason)"."""
+    return reason.removeprefix(f"{name} (").removesuffix(")")
