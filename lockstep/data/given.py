@@ -111,7 +111,7 @@ class Relabeled:
 
 
 def match_classes(source: Source, classes: tuple[str, ...], where: str) -> Source:
-    """The source with a network's labels, by the names of its classes; one that the network does not know is refused."""
+    """The source with a network's labels, by the names of its classes; one unknown to the network is refused."""
     if source.classes == classes:
         return source
     if unknown := [name for name in source.classes if name not in set(classes)]:

@@ -52,7 +52,8 @@ def open_own_data(source: str, brought: Brought, limit_s: float) -> tuple[DataSe
             raise LockstepError(f"{setting} failed: {phrase_error(error)}.") from error
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise LockstepError(f"{setting} is a {type(found).__name__}, and must be two data sets: (train, val).")
-    return open_own(*found, limit_s)
+    train, val = found
+    return open_own(train, val, limit_s)
 
 
 def build_own_loss(loss: str, brought: Brought, device: torch.device) -> OwnLoss:

@@ -169,9 +169,7 @@ def _draw(batch: int, image_size: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def _compare(
-    network: nn.Module, back: Callable[[Tensor], Any], image_size: int, batch: int | None, who: str
-) -> float:
+def _compare(network: nn.Module, back: Callable[[Tensor], Any], image_size: int, batch: int | None, who: str) -> float:
     """The largest difference of logits as a share of the largest; a sentence where that is more than TOLERANCE."""
     worst = 0.0
     for number in CHECKED_BATCHES if batch is None else (batch,):

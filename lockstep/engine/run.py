@@ -151,9 +151,9 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None, br
     wait for it longer than they train.
     """
     if has_own_data(config.data.source):
-        sources = open_sources(config.data, progress, brought)
-        check_same_data(sources, world)
-        return sources
+        own = open_sources(config.data, progress, brought)
+        check_same_data(own, world)
+        return own
     if config.data.source == "generated":
         sources = open_sources(config.data, progress) if world.local_rank == 0 else None
         world.barrier()
