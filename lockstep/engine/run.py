@@ -21,6 +21,7 @@ from lockstep.data.sources import check_root
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
+from lockstep.engine.start_weights import load_start
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
@@ -65,8 +66,12 @@ def run_rank(
             write_config(folder, config)
         sources = share_sources(config, world, progress)
         parts = build_parts(config, world, sources)
+        # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
+        notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         sink = open_sink(world, folder)
         try:
+            for note in notes:
+                sink.emit(Notice(level="info", text=note))
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
