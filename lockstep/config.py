@@ -6,12 +6,22 @@ reader. Whether a tree is valid depends on its values alone, so the resolved `co
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from lockstep.named import GIVEN, is_name
@@ -60,6 +70,7 @@ class Duration:
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Triple = Annotated[tuple[float, float, float], Field(strict=False)]
 Durations = Annotated[tuple[Duration, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False, max_length=1000)]
 
 # No run asks for more, and every number below them is exact, or finite, wherever it is used.
 MOST = 10**9
@@ -67,7 +78,36 @@ LONGEST_S = 1e7
 LARGEST = 1e38  # in FP32
 LONGEST_SHOWN = 200  # characters of a value in a sentence
 
+# Networks whose settings have keys of their own in [model]; those of any other stand in [model.settings].
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+NETWORK_NAME = re.compile(r"[\w.-]+(:[\w.@/-]+)?", re.ASCII)
+MOST_SETTINGS = 100
+
+
+def _read_network_name(given: object) -> object:
+    """A network's name; whether there is such a network is known to `models/` alone, which needs torch."""
+    if isinstance(given, str) and (len(given) > LONGEST_SHOWN or not NETWORK_NAME.fullmatch(given)):
+        raise ValueError("a network's name, such as resnet50, package.module:name or timm:convnext_tiny")
+    return given
+
+
+def _read_settings(given: object) -> dict[str, Any]:
+    """The settings of a network: plain values, or lists of them, by names that a function may have for arguments."""
+    wanted = "a table of names and plain values, such as {depth = 12}"
+    if not isinstance(given, dict) or len(given) > MOST_SETTINGS:
+        raise ValueError(wanted)
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        if not (isinstance(name, str) and name.isidentifier() and len(values) <= MOST_SETTINGS):
+            raise ValueError(wanted)
+        for each in values:
+            if not isinstance(each, bool | int | float | str) or each in (math.inf, -math.inf) or each != each:
+                raise ValueError(wanted)
+            if isinstance(each, int) and abs(each) >= 1 << 63:  # which TOML cannot hold
+                raise ValueError(wanted)
+    return dict(given)
 
 
 def _of(*known: str) -> AfterValidator:
@@ -79,6 +119,9 @@ def _of(*known: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+Settings = Annotated[dict[str, Any], PlainValidator(_read_settings)]
 
 
 class Section(BaseModel):
@@ -222,8 +265,9 @@ class ModelConfig(Section):
         "dropout": ("name", ("alexnet",)),
     }
 
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet", "given"] = Field(
-        default="resnet50", description="the network"
+    name: Annotated[str, BeforeValidator(_read_network_name)] = Field(
+        default="resnet50",
+        description="the network: resnet18 to resnet152, alexnet, package.module:name, torchvision:NAME or timm:NAME",
     )
     stem: Literal["imagenet", "cifar"] = Field(
         default="imagenet", description="first layers: for large or for small images"
@@ -241,6 +285,16 @@ class ModelConfig(Section):
         description="the paper's extra batch norm after alexnet's last pooling",
     )
     dropout: float = Field(default=0.5, ge=0, lt=1, description="share dropped in alexnet's two hidden layers")
+    settings: Settings = Field(
+        default_factory=dict, description="what any other network is called with, besides the number of classes"
+    )
+    weights: str = Field(
+        default="",
+        description="weights to start from: a file, a run's folder, torchvision:NAME or timm:NAME; none if empty",
+    )
+    freeze: Names = Field(
+        default=(), description='parts that stay as they are, by the beginnings of their names, such as ["conv1"]'
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -248,6 +302,8 @@ class ModelConfig(Section):
             raise ValueError('model.pool5_batch_norm has an effect only with model.name = "alexnet"; leave it out')
         if self.pool5_batch_norm and not self.batch_norm:
             raise ValueError("model.pool5_batch_norm = true needs model.batch_norm = true; drop one of the two")
+        if own := sorted(self.settings.keys() & type(self).model_fields.keys()):
+            raise ValueError(f"model.settings holds {own[0]}, which has a key of its own; write model.{own[0]}")
         return self
 
 
@@ -303,6 +359,12 @@ class OptimConfig(Section):
         ge=0,
         le=LARGEST,
         description="the gradient of the whole network is scaled down to this norm where it is above; 0: never",
+    )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="factor on the learning rate for every block nearer to the images, down from 1 in the head",
     )
     schedule: Literal["constant", "poly", "cosine", "step"] = Field(
         default="cosine", description="learning rate after warm-up"

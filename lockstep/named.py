@@ -35,7 +35,14 @@ def find_named(name: str, setting: str) -> Any:
     except LockstepError:
         raise
     except (Exception, SystemExit) as error:  # it is the user's code that runs
-        raise LockstepError(f'{setting} = "{name}" cannot be imported: {phrase_error(error)}.') from error
+        if isinstance(error, AttributeError) and module_name in sys.modules:
+            raise LockstepError(
+                f"{setting} = {name}: {module_name} has no {path}; check the name behind the colon."
+            ) from error
+        raise LockstepError(
+            f"{setting} = {name} cannot be imported ({phrase_error(error)}); start from the folder that holds "
+            f"{module_name.partition('.')[0]} (now {Path.cwd()}), or add that folder to PYTHONPATH."
+        ) from error
     finally:
         _being_imported.pop()
     return found

@@ -6,6 +6,7 @@ the environment. torch.distributed moves the bytes: NCCL between GPUs, Gloo betw
 
 import atexit
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -13,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
@@ -34,8 +34,7 @@ from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
 
-
-_worlds = count()  # that this process has been in: a program may train several times
+_worlds = itertools.count()  # that this process has been in: a program may train several times
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,18 @@ already, is `given` in the recipe, and the program has to give it again when the
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.config import RunConfig
 from lockstep.data.own_data import open_own
 from lockstep.data.sources import DataSet
 from lockstep.errors import LockstepError
+from lockstep.models.initialize import seeded
+from lockstep.models.vetting import vet_network
 from lockstep.named import GIVEN, describe, find_named, is_name, phrase_error
 from lockstep.optim.loss import OwnLoss
 
@@ -42,7 +43,7 @@ def has_own_data(source: str) -> bool:
 def open_own_data(source: str, brought: Brought, limit_s: float) -> tuple[DataSet, DataSet]:
     """The user's training and validation data."""
     found = _find(source, "data.source", brought.data)
-    setting = f'data.source = "{source}"'
+    setting = "data" if source == GIVEN else f'data.source = "{source}"'
     if callable(found):
         try:
             found = found()
@@ -61,23 +62,22 @@ def build_own_loss(loss: str, brought: Brought, device: torch.device) -> OwnLoss
     return OwnLoss(_find(loss, "optim.loss", brought.loss), device)
 
 
-def build_own_network(config: RunConfig, num_classes: int, brought: Brought) -> nn.Module:
+def build_given(
+    brought: Brought, num_classes: int, seed: int, image_sizes: tuple[int, ...], settings: Mapping[str, Any]
+) -> nn.Module:
     """The network that the program gave: a copy of a module with its weights, or what a function builds for a seed."""
-    given = _find(config.model.name, "model.name", brought.model)
-    name = describe(given)
+    given = _find(GIVEN, "model.name", brought.model)
+    name = f"The network {describe(given)}"
     try:
-        if isinstance(given, nn.Module):
-            model = copy.deepcopy(given)
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(config.train.seed)
-                model = given(num_classes=num_classes)
+        with seeded(seed):
+            model = copy.deepcopy(given) if isinstance(given, nn.Module) else given(num_classes=num_classes, **settings)
     except LockstepError:
         raise
     except Exception as error:
-        raise LockstepError(f"The network {name} cannot be built: {phrase_error(error)}.") from error
+        raise LockstepError(f"{name} cannot be built: {phrase_error(error)}.") from error
     if not isinstance(model, nn.Module):
-        raise LockstepError(f"The network {name} is a {type(model).__name__}; give an nn.Module or what builds one.")
+        raise LockstepError(f"{name} is a {type(model).__name__}; give an nn.Module or what builds one.")
+    vet_network(name, model.cpu(), num_classes, image_sizes)
     return model
 
 

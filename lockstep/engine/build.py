@@ -27,15 +27,16 @@ from lockstep.data.pipeline import EvalPipeline, TrainPipeline
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
-from lockstep.engine.brought import NOTHING, Brought, build_own_loss, build_own_network, has_own_data, open_own_data
+from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
 from lockstep.engine.timing import Clock
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout, plan_layout
-from lockstep.models import build_model
-from lockstep.models.initialize import initialize
+from lockstep.models import build_started
+from lockstep.models.freeze import freeze
+from lockstep.models.mixed import compute_in
 from lockstep.named import GIVEN
 from lockstep.optim.adamw import AdamW
-from lockstep.optim.groups import describe_parameters
+from lockstep.optim.groups import describe_parameters, find_half
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss import SummedLoss, cross_entropy_sum
@@ -43,7 +44,7 @@ from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
-from lockstep.optim.storage import build_weights, mixed_views
+from lockstep.optim.storage import build_weights, fill_constants, hold_constants, mixed_views
 from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
@@ -70,6 +71,7 @@ class Parts:
     dtype: torch.dtype  # of images and activations
     weights: Tensor  # the FP32 master weights
     half_weights: Tensor  # what the model computes with, over the half part of the layout
+    constants: dict[str, Tensor]  # parameters that are not trained, in full precision: no part of the layout
     reducer: Reducer
     hybrid: Hybrid | None  # None in a world of one
     topology: Topology
@@ -146,8 +148,12 @@ def assemble(
     dtype = HALF.get(config.precision.compute, torch.float32)
     layout = build_layout(config, model)
     weights, half_weights = build_weights(model, layout, world.device, dtype)
-    world.broadcast(weights)
+    constants = hold_constants(model, layout, find_half(model), dtype)
+    for values in (weights, *constants.values()):
+        world.broadcast(values)
     half_weights.copy_(weights[: layout.split])
+    fill_constants(model, constants)
+    compute_in(model, dtype, world.device.type)
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
     loss, eval_loss = build_losses(config, world.device, brought)
@@ -172,6 +178,7 @@ def assemble(
         dtype=dtype,
         weights=weights,
         half_weights=half_weights,
+        constants=constants,
         reducer=reducer,
         hybrid=hybrid,
         topology=topology,
@@ -212,6 +219,7 @@ def build_layout(config: RunConfig, model: nn.Module) -> Layout:
             decay_norm_and_bias=config.optim.decay_norm_and_bias,
             adapt_norm_and_bias=config.optim.adapt_norm_and_bias,
             half=config.precision.compute in HALF,
+            layer_decay=config.optim.layer_decay,
         )
     )
 
@@ -235,22 +243,21 @@ def build_wire(config: RunConfig) -> Wire:
 
 
 def build_network(config: RunConfig, num_classes: int, brought: Brought = NOTHING) -> nn.Module:
-    """The initialised network; the same weights on every rank."""
-    wanted = config.model
-    if wanted.name == GIVEN:
-        return build_own_network(config, num_classes, brought)
-    model = build_model(
-        wanted.name,
-        num_classes,
-        stem=wanted.stem,
-        width=wanted.width,
-        zero_init_residual=wanted.zero_init_residual,
-        batch_norm=wanted.batch_norm,
-        pool5_batch_norm=wanted.pool5_batch_norm,
-        dropout=wanted.dropout,
-        image_size=min([config.data.image_size, *(step.size for step in config.data.image_sizes)]),
-    )
-    initialize(model, config.train.seed)
+    """The initialised network, its frozen parts frozen; the same weights on every rank."""
+    wanted, data = config.model, config.data
+    # Networks with keys of their own in [model] get those that mean them, any other the table of its settings.
+    own = {key: getattr(wanted, key) for key, (_, names) in wanted.only_with.items() if wanted.name in names}
+    if wanted.name == "alexnet":
+        own["pool5_batch_norm"] = wanted.pool5_batch_norm
+    sizes = (data.image_size, *(step.size for step in data.image_sizes))
+    try:
+        if wanted.name == GIVEN:
+            model = build_given(brought, num_classes, config.train.seed, sizes, wanted.settings)
+        else:
+            model = build_started(wanted.name, num_classes, config.train.seed, sizes, own | wanted.settings)
+        freeze(model, wanted.freeze)
+    except LockstepError as error:
+        raise SharedError(str(error)) from error
     return model
 
 

@@ -105,4 +105,16 @@ def fill_statistics(model: nn.Module, flat: Tensor) -> None:
 
 
 def _list_statistics(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [buffer for buffer in list_statistics(model).values() if buffer.is_floating_point()]
+
+
+def list_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """What a network keeps besides its parameters, by name: batch norm's statistics, and whatever else it has."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def list_passing(model: nn.Module) -> list[Tensor]:
+    """Buffers that a network does not keep: tables that it builds anew, scratch."""
+    kept = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name not in kept]

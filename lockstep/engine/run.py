@@ -24,6 +24,7 @@ from lockstep.engine.build import Progress, Sources, build_parts, open_sources
 from lockstep.engine.listener import Heard, OnEvent
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
+from lockstep.engine.start_weights import load_start
 from lockstep.engine.starting import has_finished, list_changes, phrase_finished
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
@@ -77,10 +78,14 @@ def run_rank(
             write_config(folder, config)
         sources = share_sources(config, world, progress, brought)
         parts = build_parts(config, world, sources, brought)
+        # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
+        notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         sink = open_sink(world, folder)
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)
         try:
+            for note in notes:
+                sink.emit(Notice(level="info", text=note))
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:

@@ -31,6 +31,7 @@ from lockstep.engine.opening import describe_start
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.resume import take_up
 from lockstep.engine.snapshot import Snapshots
+from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import LockstepError, SharedError
@@ -401,6 +402,8 @@ class Trainer:
         taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
         if taken_up is None:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
+            for note in load_start(self.config.model.weights, self.parts, self.world, len(self.sources.train.classes)):
+                self._inform(note)
             return True
         self.state, written = taken_up.state, taken_up.written
         if self._is_last and has_finished:
