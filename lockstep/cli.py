@@ -164,7 +164,7 @@ def tune(
             raise LockstepError("Nothing has been tuned yet; run `lockstep tune RECIPE --ranks N` first.")
         for folder, profile in found.items():
             if profile:
-                _show_profile(profile, folder, console)
+                _show_profile(profile, folder, console, "remembered")
         return
     _, wanted = read.load_recipe(target, settings or [])
     membership = read_membership(os.environ)
@@ -187,15 +187,16 @@ def tune(
             _show_profile(chosen.profile, folder, console)
 
 
-def _show_profile(profile: "Profile", folder: Path, console: Console) -> None:
+def _show_profile(profile: "Profile", folder: Path, console: Console, source: str = "measured") -> None:
     """What was measured, what was chosen, and why."""
     from lockstep.plan.choose import explain_choice
-    from lockstep.report.phrases import describe_trials
+    from lockstep.report.phrases import describe_measuring, describe_trials
     from lockstep.report.plan_tables import build_message_table, describe_fits, describe_setup
 
     for line in describe_setup(profile.setup):
         console.print(line, highlight=False)
-    console.print(f"measured in {profile.seconds:.1f} s, kept in {folder}", highlight=False, soft_wrap=True)
+    how = describe_measuring(source, profile.seconds)
+    console.print(f"{how}, kept in {folder}", highlight=False, soft_wrap=True)
     if profile.messages:
         console.print(build_message_table(profile.messages))
     for line in [*describe_fits(profile.fits), *describe_trials(explain_choice(profile.trials), profile.setup.batch)]:

@@ -151,12 +151,13 @@ class Evaluated(Event):
     step: int
     epoch: float
     top1: float
-    top5: float
+    top5: float | None  # None where there are no more than five classes: it would be 1 whatever the network does
     correct1: int
     correct5: int
     total: int
     loss: float
     seconds: float
+    bad_samples: int = 0  # unreadable ones, which were left out
 
 
 @dataclass(frozen=True, kw_only=True)

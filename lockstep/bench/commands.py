@@ -1,5 +1,6 @@
 """The bench commands. Each imports its benchmark only when it runs, so that --help and mistakes answer at once."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,8 +16,34 @@ INPUT_ROUNDS, INPUT_ROUND_S, FED_S = 5, 3.0, 60.0
 bench = typer.Typer(help="Measure this system beside its peers, in one run.", no_args_is_help=True)
 
 
+# Options of `bench step` that say nothing to its side beside torchvision, and the one that says something there alone.
+NOT_BESIDE_TORCHVISION = (
+    "nodes",
+    "ranks_per_node",
+    "ranks",
+    "device",
+    "image_size",
+    "precision",
+    "compiled",
+    "gradient_mb",
+    "gbit_per_s",
+    "round_s",
+    "html_file",
+)
+DDP_ROUNDS, TORCHVISION_ROUNDS = 40, 12  # of `bench step`, unless told otherwise
+
+
+def refuse_idle(context: typer.Context, names: Iterable[str], where: str) -> None:
+    """Refuse options that were given and would have no effect."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name) if parameter.name in names else None
+        if source is not None and source.name == "COMMANDLINE":
+            raise LockstepError(f"{parameter.opts[0]} has no effect {where}; leave it out.")
+
+
 @bench.command("step")
 def step_command(
+    context: typer.Context,
     against: Annotated[
         Literal["ddp", "bare", "torchvision"],
         typer.Option(
@@ -57,7 +84,10 @@ def step_command(
         typer.Option(help="Train a stack of layers with about this many MB of gradients; two usual ones if not given."),
     ] = None,
     gbit_per_s: Annotated[float | None, typer.Option(help="Limit each node's link; not limited if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Turns each side takes; the median of the ratios counts.")] = 40,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=2, help="Turns each side takes (40; beside torchvision 12); the median of the ratios counts."),
+    ] = None,
     round_s: Annotated[float, typer.Option(help="Seconds of one turn.")] = 0.3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
@@ -66,6 +96,7 @@ def step_command(
     from lockstep.bench.one_gpu import parse_batches
 
     if against == "torchvision":
+        refuse_idle(context, NOT_BESIDE_TORCHVISION, "with --against torchvision")
         from lockstep.bench.one_gpu import run
         from lockstep.bench.torchvision_peers import pick_peers
 
@@ -74,10 +105,11 @@ def step_command(
             models=models,
             batches=parse_batches(batches or "256,512"),
             peers=pick_peers(peers),
-            rounds=min(rounds, 12),
+            rounds=rounds or TORCHVISION_ROUNDS,
             json_file=json_file,
         )
         return
+    refuse_idle(context, ("peers",), f"with --against {against}, only beside torchvision")
     if ranks is not None and nodes > 1:
         raise LockstepError("--ranks are those of this machine alone; with --nodes give --ranks-per-node.")
     from lockstep.bench.step import run_parent
@@ -94,7 +126,7 @@ def step_command(
         compiled=compiled,
         gradient_mb=gradient_mb,
         gbit_per_s=gbit_per_s,
-        rounds=rounds,
+        rounds=rounds or DDP_ROUNDS,
         round_s=round_s,
         json_file=json_file,
         html_file=html_file,

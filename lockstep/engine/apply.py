@@ -1,6 +1,7 @@
 """From a plan to a step that follows it: kernels, compiler, recording, buffers (before step 6 on the walk)."""
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -8,11 +9,17 @@ from lockstep.comm.fusion import ReductionPlan
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.engine.recorded import RecordedStep, take_odd_step
-from lockstep.engine.step import train_step
+from lockstep.engine.step import Asked, train_step
 from lockstep.models import set_fused
 from lockstep.plan.plan import Compile, Execution
 
-Step = Callable[[Batch, float, bool], Tensor]
+
+class Step(Protocol):
+    """A weight update; see `train_step`."""
+
+    def __call__(self, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor: ...
+
+
 Warn = Callable[[str], None]
 MAX_GRAPHS = 1024  # of one class: kinds of blocks × shapes of images
 
@@ -60,9 +67,9 @@ def apply_execution(execution: Execution, parts: Parts) -> None:
 def build_launched(parts: Parts, num_samples: int) -> Step:
     """The step launched one by one."""
 
-    def step(batch: Batch, lr: float, stop: bool) -> Tensor:
+    def step(batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
         take = train_step if len(batch.labels) == num_samples else take_odd_step
-        return take(parts, batch, lr, stop)
+        return take(parts, batch, lr, stop, asked)
 
     return step
 

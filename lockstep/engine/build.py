@@ -50,7 +50,7 @@ from lockstep.plan.plan import InputPlan
 
 Progress = Callable[[int, int], None]
 EVAL_BATCH = 100
-NUM_NOTES = 9  # the places of `step.py`, and six digits behind them
+NUM_NOTES = 11  # the places of `step.py`, and six digits behind them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from lockstep.comm.world import World
 from lockstep.engine.build import NUM_NOTES, Parts
 from lockstep.engine.state import list_changing, refresh
-from lockstep.engine.step import CORRECT
+from lockstep.engine.step import SLOW
 from lockstep.errors import SharedError
 
-DIGITS = slice(CORRECT + 1, NUM_NOTES)
+DIGITS = slice(SLOW + 1, NUM_NOTES)
 BITS = 8  # of a digit
 # Norms of the weights that differ by less are unlike hardware's rounding; such ranks are brought together again.
 TOLERANCE = 1e-4

@@ -75,6 +75,12 @@ class Instruments:
             if self._parts.hybrid:
                 self._parts.hybrid.squares = []
 
+    def drop_step(self) -> None:
+        """The step that was begun is not taken, so there is nothing to measure of it."""
+        self._parts.rule.measures = False
+        if self._parts.hybrid:
+            self._parts.hybrid.squares = None
+
     def report(self, step: int, batch: Batch) -> float | None:
         """Say what was measured of the step that a record closes; returns the noise scale where it was measured.
 

@@ -21,7 +21,16 @@ from torch import Tensor
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
-from lockstep.engine.step import run_passes, set_knobs, train_step, update_weights
+from lockstep.engine.step import (
+    Asked,
+    is_given_up,
+    keep_statistics,
+    put_statistics,
+    run_passes,
+    set_knobs,
+    train_step,
+    update_weights,
+)
 from lockstep.engine.timing import Cut
 from lockstep.models import find_own
 
@@ -53,14 +62,14 @@ class RecordedStep:
         self._recording: Recording | None = None
         self._is_given_up = False
 
-    def __call__(self, batch: Batch, lr: float, stop: bool = False) -> Tensor:
-        """One weight update, as `train_step`."""
+    def __call__(self, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
+        """One weight update, as `train_step`; a replay itself is never given up, but others may give up theirs."""
         if (len(batch.labels), batch.global_size) != self.sizes:
-            return take_odd_step(self._parts, batch, lr, stop)
+            return take_odd_step(self._parts, batch, lr, stop, asked)
         place = self._put(batch)
         if self._recording is None and not self._is_recorded_now(place):
-            return train_step(self._parts, place, lr, stop)
-        return self._replay(lr, stop)
+            return train_step(self._parts, place, lr, stop, asked)
+        return self._replay(lr, stop, asked)
 
     def prepare(self, batch: Batch, warm_up_steps: int = 0) -> None:
         """Record at once, and raise what goes wrong; kernels that have not run before need steps to warm up.
@@ -121,9 +130,10 @@ class RecordedStep:
         self.pool = graph.pool()
         return Recording(graph, marks, cuts)
 
-    def _replay(self, lr: float, stop: bool) -> Tensor:
+    def _replay(self, lr: float, stop: bool, asked: Asked | None) -> Tensor:
         assert self._recording is not None
         parts, (graph, marks, cuts) = self._parts, self._recording
+        kept = keep_statistics(parts) if asked and not parts.reducer.is_alone else []
         set_knobs(parts, lr, stop)
         graph.replay()
         parts.clock.note_replay(cuts)
@@ -132,15 +142,18 @@ class RecordedStep:
             parts.clock.mark("compute")
             parts.reducer.wait()
             parts.clock.mark("communicate")
-            update_weights(parts)
+            if asked and is_given_up(parts.reducer.side):
+                put_statistics(parts, kept)
+            else:
+                update_weights(parts)
         parts.clock.mark("compute")
         return parts.reducer.side
 
 
-def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Tensor:
+def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
     """A step on a batch of a size met once an epoch: to search for its quickest kernels would take longer than it."""
     searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        return train_step(parts, batch, lr, stop)
+        return train_step(parts, batch, lr, stop, asked)
     finally:
         torch.backends.cudnn.benchmark = searches

@@ -10,7 +10,8 @@ from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.state import State, Written, load_state
-from lockstep.errors import SharedError
+from lockstep.errors import LockstepError, SharedError
+from lockstep.events import Evaluated, RunStarted, read_events
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,21 @@ class TakenUp:
     state: State
     written: Written
     where: str
+
+
+def list_evaluated(folder: Path) -> set[int]:
+    """The steps after which a run was evaluated, of those that it did not lose; a log that cannot be read has none."""
+    steps: set[int] = set()
+    try:
+        events = read_events(folder)
+    except LockstepError:
+        return steps
+    for event in events:
+        if isinstance(event, RunStarted):
+            steps = {step for step in steps if step <= event.start_step}
+        elif isinstance(event, Evaluated):
+            steps.add(event.step)
+    return steps
 
 
 def take_up(

@@ -1,8 +1,9 @@
 """One training step, top to bottom: the spine of the system (steps 6 to 9 on the walk)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
+import torch
 from torch import Tensor
 
 from lockstep.data.pipeline import Batch
@@ -10,19 +11,28 @@ from lockstep.engine.build import Parts
 from lockstep.optim.loss import count_correct
 
 # Places in the reducer's side numbers; behind them lies what `drift.py` compares.
-STOP, LOSS, CORRECT = 0, 1, 2
+STOP, LOSS, CORRECT, GIVEN_UP, SLOW = 0, 1, 2, 3, 4
+
+Asked = Callable[[], bool]  # whether this rank is to stop before its next pass
 
 
-def train_step(parts: Parts, batch: Batch, lr: float, stop: bool = False) -> Tensor:
-    """One weight update; returns stop votes, mean loss and number of right answers over the global batch."""
+def train_step(parts: Parts, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
+    """One weight update; returns stop votes, mean loss and number of right answers over the global batch.
+
+    With `asked`, which all ranks give or none, any rank may give the step up between two passes: then no rank takes it.
+    """
+    kept = keep_statistics(parts) if asked else []
     set_knobs(parts, lr, stop)
-    run_passes(parts, batch.images, batch.labels, batch.global_size)
+    run_passes(parts, batch.images, batch.labels, batch.global_size, asked)
     parts.clock.mark("compute")
 
     parts.reducer.finish()
     parts.clock.mark("communicate")
 
-    update_weights(parts)
+    if asked and is_given_up(parts.reducer.side):
+        put_statistics(parts, kept)
+    else:
+        update_weights(parts)
     parts.clock.mark("compute")
     return parts.reducer.side
 
@@ -33,15 +43,19 @@ def set_knobs(parts: Parts, lr: float, stop: bool) -> None:
     parts.note[STOP].fill_(stop)
 
 
-def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -> None:
+def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, asked: Asked | None = None) -> None:
     """Forward and backward over this rank's share; hooks send each buffer as it fills.
 
-    Every rank divides by the *global* batch and the reducer sums, so uneven shares average exactly.
+    Every rank divides by the *global* batch and the reducer sums, so uneven shares average exactly. A rank that is
+    asked to stop leaves out the passes that are left, and says so with its sums.
     """
     reducer, scale = parts.reducer, parts.loss_scale
     reducer.begin()
     reducer.side[: len(parts.note)] = parts.note
     for part, is_last in split_batch(len(labels), parts.max_batch_per_rank):
+        if asked and asked():
+            reducer.side[GIVEN_UP] = 1
+            break
         logits = parts.model(images[part].to(parts.dtype))
         loss = parts.loss(logits, labels[part]) / global_size
         reducer.side[LOSS] += loss.detach()
@@ -56,6 +70,23 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -
 def update_weights(parts: Parts) -> None:
     """Summed gradients → master weights → the weights the model reads."""
     parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
+
+
+def is_given_up(side: Tensor) -> bool:
+    """Whether any rank gave the step up; all ranks see the same sum. On a GPU the host waits for it."""
+    return float(side[GIVEN_UP]) > 0
+
+
+def keep_statistics(parts: Parts) -> list[Tensor]:
+    """What passes alone change: the model's running statistics."""
+    return [buffer.clone() for buffer in parts.model.buffers()]
+
+
+@torch.no_grad()
+def put_statistics(parts: Parts, kept: list[Tensor]) -> None:
+    """The way back; in place, because a recorded step has their addresses."""
+    for buffer, value in zip(parts.model.buffers(), kept, strict=True):
+        buffer.copy_(value)
 
 
 def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:

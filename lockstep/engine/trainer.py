@@ -29,11 +29,11 @@ from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
 from lockstep.engine.opening import describe_start
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
-from lockstep.engine.resume import take_up
+from lockstep.engine.resume import list_evaluated, take_up
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
-from lockstep.engine.step import CORRECT, LOSS, STOP
+from lockstep.engine.step import CORRECT, LOSS, SLOW, STOP, is_given_up
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import (
     CheckpointSaved,
@@ -55,6 +55,9 @@ from lockstep.plan.profile import InputRate
 from lockstep.restarts import count_restarts
 
 Status = Literal["finished", "interrupted"]
+# Steps longer than this may be given up between two passes when the run is asked to stop.
+LONG_STEP_S = 5.0
+MANY_CLASSES = 5  # of no more than so many, one is always among the five best
 
 
 @dataclass
@@ -102,6 +105,8 @@ class Trainer:
         self.account = Account()
         self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
         self.doctor: Doctor | None = None
+        self.is_slow = True  # whether steps may be given up: by all ranks' word, and until they have given one
+        self.is_unevaluated = False  # whether the run was stopped before an evaluation that was due
         self.is_compared = False  # whether the step at hand carries the checksums of all ranks' weights
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.instruments: Instruments  # likewise
@@ -122,19 +127,8 @@ class Trainer:
         cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every)
         self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:
-            chosen = self._choose_plan()
-            step = self._apply(chosen)
-            with (
-                self.explain(),
-                build_train_pipeline(
-                    self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input
-                ) as pipeline,
-                build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
-            ):
-                self.account.note_startup(time.time() - start)
-                status = self._loop(pipeline, step)
-                self.input.say_choice(pipeline)
-                self._keep_rate(pipeline, chosen)
+            with self.explain():
+                status = self._train(start)
         except BaseException as error:
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
                 self.snapshots.clear()
@@ -145,6 +139,23 @@ class Trainer:
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
         if self.unsaved:
             raise SharedError(self.unsaved)  # rank 0's alone, but it would come again
+        return status
+
+    def _train(self, start: float) -> Status:
+        chosen = self._choose_plan()
+        step = self._apply(chosen)
+        with (
+            build_train_pipeline(
+                self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input
+            ) as pipeline,
+            build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
+        ):
+            self.account.note_startup(time.time() - start)
+            if self.is_unevaluated:
+                self._evaluate()
+            status = self._loop(pipeline, step)
+            self.input.say_choice(pipeline)
+            self._keep_rate(pipeline, chosen)
         return status
 
     def _choose_plan(self) -> Chosen:
@@ -200,6 +211,7 @@ class Trainer:
         if parts.loss_scale:
             self.doctor = Doctor(parts.layout, parts.loss_scale)
         parts.reducer.count_from(state.step)
+        parts.note[SLOW].fill_(self.is_slow)
         clock.take()
         while not self._is_last:
             self.instruments.begin_step(state.step + 1)
@@ -212,7 +224,11 @@ class Trainer:
             self.is_compared = self.world.size > 1 and (state.step + 1) % self.config.train.log_every == 0
             if self.is_compared:
                 note_weights(parts)
-            side = take_step(batch, lr, self.stop.is_wanted)
+            asked = self._is_asked if self.is_slow else None
+            side = take_step(batch, lr, self._is_asked(), asked)
+            if asked and is_given_up(side):
+                self._give_up(batch)
+                return "interrupted"
             state.step += 1
             state.cursor = batch.cursor
             state.ledger.add(batch.epoch, batch.samples)
@@ -227,6 +243,18 @@ class Trainer:
             if stopping:
                 return "interrupted"
         return "finished"
+
+    def _is_asked(self) -> bool:
+        return self.stop.is_wanted
+
+    def _give_up(self, batch: Batch) -> None:
+        """Leave the run as it was before the step at hand, which no rank has taken."""
+        self.instruments.drop_step()
+        self._inform(f"Step {self.state.step + 1} was given up between two passes, as the run was asked to stop.")
+        if self.account.window.steps:
+            self._log(self.parts.schedule.lr_at(self.state.step - 1), batch)
+        if self.state.step:
+            self._save()
 
     @property
     def _is_last(self) -> bool:
@@ -257,8 +285,11 @@ class Trainer:
         torch.manual_seed(int(mix(self.config.train.seed, self.state.step, self.world.rank)) >> 1)
 
     def _read_vote(self, side: Tensor) -> bool:
-        """Whether any rank wants to stop; all ranks see the same sum. A GPU is asked only when the log waits anyway."""
-        if side.is_cuda and not self._is_due(self.config.train.log_every):
+        """Whether any rank wants to stop; all ranks see the same sum.
+
+        A GPU is asked only when the log waits anyway, or where steps are so long that waiting for one is nothing.
+        """
+        if side.is_cuda and not self.is_slow and not self._is_due(self.config.train.log_every):
             return False
         return float(side[STOP]) > 0
 
@@ -267,14 +298,15 @@ class Trainer:
         train = self.config.train
         if batch.cursor.epoch > batch.epoch:
             self._certify(batch.epoch, pipeline)
-        if self._is_evaluated(self.state.step) and (self._is_last or not stopping):
-            self._evaluate()
+        # The checkpoint first: whatever an evaluation meets, the steps are safe.
         if self._is_last or stopping or self._is_due(train.checkpoint_every.steps(self.steps_per_epoch)):
             self._save()
         elif self.snapshots.is_due(self.state.step):
             disk = self.folder / "checkpoints"
             if failure := self.snapshots.take(disk, self.state, self.parts, self.world, self._order):
                 self._warn(f"{failure}; ranks that start again go on from the last checkpoint on disk.")
+        if self._is_evaluated(self.state.step) and (self._is_last or not stopping):
+            self._evaluate()
 
     def _log(self, lr: float, batch: Batch) -> None:
         """Close the window of steps since the last record and report it."""
@@ -282,6 +314,8 @@ class Trainer:
         tally = self.tally.tolist()
         diagnosis = self._examine()
         num_skipped = diagnosis.num_skipped if diagnosis else 0
+        self.is_slow = tally[SLOW] > 0
+        self.parts.note[SLOW].fill_(window.total_s / window.steps > LONG_STEP_S)
         num_good = window.steps - num_skipped
         loss = tally[LOSS] / num_good if num_good else math.nan
         if num_good and not math.isfinite(loss):
@@ -345,18 +379,19 @@ class Trainer:
         mistakes = Mistakes(self.sources.val, self.world) if self._is_last else None
         parts = self.parts
         result = evaluate(parts.model, self.evaluation, self.world, parts.dtype, mistakes, loss=parts.eval_loss)
-        self.input.name_bad(self.evaluation, "it was left out")
+        num_bad = self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(
                 step=self.state.step,
                 epoch=self._epoch,
                 top1=result.top1,
-                top5=result.top5,
+                top5=result.top5 if len(self.sources.train.classes) > MANY_CLASSES else None,
                 correct1=result.correct1,
                 correct5=result.correct5,
                 total=result.total,
                 loss=result.loss,
                 seconds=time.perf_counter() - start,
+                bad_samples=num_bad,
             )
         )
         if mistakes and (found := mistakes.find()):
@@ -406,6 +441,9 @@ class Trainer:
                 self._inform(note)
             return True
         self.state, written = taken_up.state, taken_up.written
+        evaluated = list_evaluated(self.folder) if self.world.is_first else set()
+        is_known = bool(self.world.broadcast_value(written.step in evaluated))
+        self.is_unevaluated = self.state.step > 0 and self._is_evaluated(self.state.step) and not is_known
         if self._is_last and has_finished:
             if may_be_finished or count_restarts(os.environ):
                 return False

@@ -16,6 +16,7 @@ from lockstep.events import (
     RunStarted,
     StepDone,
 )
+from lockstep.plan.choose import MARGIN
 
 
 def percent(share: float) -> str:
@@ -67,7 +68,8 @@ def _describe_line(event: Event) -> str:
             )
         case Evaluated():
             return (
-                f"validation at epoch {event.epoch:.4g}: top-1 {percent(event.top1)}, top-5 {percent(event.top5)}  "
+                f"validation at epoch {event.epoch:.4g}: top-1 {percent(event.top1)}"
+                f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
             )
         case CheckpointSaved():
@@ -86,9 +88,14 @@ def describe_plan(event: PlanChosen) -> list[str]:
         return []
     how = f"{event.execution}; gradients in {event.reduction}" if event.reduction else event.execution
     where = f"on {event.topology}{f' over {event.backend}' if event.backend else ''}"
-    since = "measured" if event.source == "measured" else "remembered, once measured"
-    lines = [f"The step: {how} ({since} in {event.seconds:.1f} s {where})."]
+    lines = [f"The step: {how} ({describe_measuring(event.source, event.seconds)} {where})."]
     return lines + describe_trials(event.trials, event.batch)
+
+
+def describe_measuring(source: str, seconds: float) -> str:
+    """Where a plan comes from; nothing was measured now for one that is remembered."""
+    took = f"{seconds:.1f} s"
+    return f"measured in {took}" if source == "measured" else f"remembered; measuring it once took {took}"
 
 
 def describe_trials(trials: Sequence[Mapping[str, Any]], batch: int) -> list[str]:
@@ -102,7 +109,20 @@ def describe_trials(trials: Sequence[Mapping[str, Any]], batch: int) -> list[str
         else:
             ms, rate = trial["seconds"] * 1e3, batch / trial["seconds"]
             lines.append(f"  {'*' if trial['chosen'] else ' '} {ms:8.2f} ms  {name} ({rate:,.0f} images/s a rank)")
-    return lines
+    return lines + ([explained] if (explained := explain_slower(trials)) else [])
+
+
+def explain_slower(trials: Sequence[Mapping[str, Any]]) -> str:
+    """Why the quickest was not taken; empty where it was."""
+    working = sorted((trial for trial in trials if not trial["failure"]), key=lambda trial: trial["seconds"])
+    chosen = next((trial for trial in working if trial["chosen"]), None)
+    if chosen is None or chosen is working[0]:
+        return ""
+    ahead = percent(1 - working[0]["seconds"] / chosen["seconds"])
+    return (
+        f"The quickest is ahead of the chosen one (*) by {ahead}; {chosen['rule']} stays unless it is slower by more "
+        f"than {100 * MARGIN:.0f} %, because less may be noise."
+    )
 
 
 def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
@@ -139,6 +159,7 @@ def describe_result(
         rows.append(("reason", ended.reason))
     if evaluated:
         rows.append(("top-1", f"{percent(evaluated.top1)}  ({evaluated.correct1:,} of {evaluated.total:,})"))
+    if evaluated and evaluated.top5 is not None:
         rows.append(("top-5", f"{percent(evaluated.top5)}  ({evaluated.correct5:,} of {evaluated.total:,})"))
     has_failed = ended.status == "failed"  # which is all that counts then
     if not has_failed:

@@ -106,10 +106,16 @@ def _speed(world_size: int, ended: RunEnded | None) -> dict[str, Any]:
 
 
 def _samples(parts: list[list[Event]]) -> dict[str, Any]:
-    """Whether every sample was seen exactly once an epoch, as the ledger certifies, and how many were unreadable."""
+    """Whether every sample was seen exactly once an epoch, as the ledger certifies, and how many were unreadable.
+
+    Those of training were replaced by their neighbours, those of validation were left out.
+    """
     epochs = {event.epoch: event for part in parts for event in part if isinstance(event, EpochDone)}
+    replaced = max((event.bad_samples for event in epochs.values()), default=0)
+    left_out = max((event.bad_samples for part in parts for event in part if isinstance(event, Evaluated)), default=0)
     return {
         "ledger": epochs[max(epochs)].ledger if epochs else None,
         "ledger_ok": all(event.ledger_ok for event in epochs.values()) if epochs else None,
-        "bad_samples": max((event.bad_samples for event in epochs.values()), default=0),
+        "bad_samples": replaced + left_out,
+        "bad_validation_samples": left_out,
     }

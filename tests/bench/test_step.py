@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from lockstep.bench import cases, ddp
 from lockstep.bench import step as bench
@@ -33,6 +34,7 @@ from lockstep.bench.cases import (
     open_ddp,
     size_case,
 )
+from lockstep.bench.commands import bench as bench_commands
 from lockstep.bench.step import (
     Row,
     Wanted,
@@ -343,6 +345,20 @@ def test_what_cannot_be_measured_is_a_sentence_before_measuring(tmp_path: Path) 
         run_parent(nodes=1, ranks_per_node=2, precision="fp16")
     with pytest.raises(LockstepError, match="name it with --model"):
         run_parent(nodes=1, ranks_per_node=2, batch=64)
+
+
+@pytest.mark.parametrize("option", ["--nodes=2", "--html=x.html", "--round-s=0.3", "--ranks=2", "--no-compile"])
+def test_an_option_that_has_no_effect_beside_torchvision_is_a_sentence(option: str) -> None:
+    result = CliRunner().invoke(bench_commands, ["step", "--against=torchvision", option])
+    assert isinstance(result.exception, LockstepError)
+    name = "--compile" if option == "--no-compile" else option.partition("=")[0]
+    assert str(result.exception) == f"{name} has no effect with --against torchvision; leave it out."
+
+
+def test_torchvisions_peers_are_not_asked_for_elsewhere() -> None:
+    result = CliRunner().invoke(bench_commands, ["step", "--against=bare", "--peers=fp32"])
+    assert isinstance(result.exception, LockstepError)
+    assert str(result.exception).startswith("--peers has no effect with --against bare")
 
 
 def test_ranks_of_this_machine_and_of_several_nodes_are_not_asked_for_together() -> None:

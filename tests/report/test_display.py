@@ -2,14 +2,19 @@
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from lockstep.events import Event, Notice
+from lockstep.plan.choose import PLAIN, explain_choice
+from lockstep.plan.plan import Execution
+from lockstep.plan.profile import Trial
 from lockstep.report import display
 from lockstep.report.display import LiveDisplay, PlainDisplay, build_display, fit, progress
+from lockstep.report.phrases import describe_measuring, describe_trials
 from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
 
 RUN: list[Event] = [
@@ -87,6 +92,41 @@ def test_a_reader_that_went_away_does_not_stop_a_run() -> None:
             raise BrokenPipeError
 
     PlainDisplay(Console(file=Closed()), Path()).emit(started())
+
+
+def test_an_interrupted_run_tells_its_own_steps_from_all_and_the_command_that_goes_on() -> None:
+    console = Console(file=io.StringIO())
+    display = PlainDisplay(console, Path("runs/tiny-1"), "lockstep train runs/tiny-1 --resume --ranks 2")
+    for event in (started(start_step=8), ended(20, 1031, wall_s=31.0, status="interrupted")):
+        display.emit(event)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "status             interrupted after 0:31, 12 steps (step 20, gone on from 8)" in lines
+    assert "go on with         lockstep train runs/tiny-1 --resume --ranks 2" in lines
+
+
+def test_of_few_classes_there_is_no_word_on_the_five_best() -> None:
+    few = replace(evaluated(10, 1010, 0.6), top5=None)
+    said = show([started(num_classes=3), few, ended(10, 1011, wall_s=11.0)], Console(file=io.StringIO()))
+    assert "top-1 60.0 %  (100 in" in said
+    assert "top-5" not in said
+    assert "top-5 90.0 %" in show([evaluated(10, 1010, 0.6)], Console(file=io.StringIO()))
+
+
+def test_a_plan_that_is_remembered_was_not_measured_now() -> None:
+    assert describe_measuring("measured", 4.44) == "measured in 4.4 s"
+    assert describe_measuring("remembered", 4.44) == "remembered; measuring it once took 4.4 s"
+
+
+def test_a_choice_that_is_not_the_quickest_is_explained() -> None:
+    slow = Trial(Execution(), PLAIN, "1 buffer", 0.100)
+    near, far = (Trial(Execution(), "merged", "2 buffers", seconds) for seconds in (0.0975, 0.090))
+    lines = describe_trials(explain_choice([slow, near]), batch=32)
+    assert lines[1].startswith("  *   100.00 ms")
+    assert lines[2] == (
+        "The quickest is ahead of the chosen one (*) by 2.5 %; PyTorch's own stays unless it is slower by more than "
+        "5 %, because less may be noise."
+    )
+    assert len(describe_trials(explain_choice([slow, far]), batch=32)) == 2
 
 
 def test_a_ledger_that_does_not_add_up_is_a_warning() -> None:

@@ -1,6 +1,7 @@
 """The summary of runs made by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def test_a_finished_run_in_numbers() -> None:
     assert (summary["T"], summary["S"], summary["N"], summary["e"]) == (64.0, 40.0, 2, 0.8)
     assert (summary["images_per_second"], summary["world_size"], summary["resumed"]) == (64.0, 2, 0)
     assert (summary["ledger"], summary["ledger_ok"], summary["bad_samples"]) == ("0003", True, 2)
+
+
+def test_samples_left_out_of_validation_are_counted_too() -> None:
+    events = [started(), epoch_done(0, 1005, bad_samples=2), replace(evaluated(10, 1007, top1=0.6), bad_samples=1)]
+    summary = summarize(events)
+    assert (summary["bad_samples"], summary["bad_validation_samples"]) == (3, 1)
 
 
 def test_accuracy_is_the_last_evaluation_and_the_best_is_kept_beside_it() -> None:

@@ -56,7 +56,8 @@ def draw_accuracy(history: History) -> Chart | None:
         traces.append(_curve("training, top-1", trained, "--blue", template="%{y:.1%}"))
     if first:
         traces.append(_curve("validation, top-1", first, "--orange", mode="lines+markers", template="%{y:.2%}"))
-        traces.append(_curve("validation, top-5", fifth, "--orange", dash="dot", template="%{y:.2%}"))
+        if fifth:
+            traces.append(_curve("validation, top-5", fifth, "--orange", dash="dot", template="%{y:.2%}"))
         best = max(first, key=lambda point: point[1])
         says.append(
             f"Top-1 on the validation set ended at {percent(first[-1][1])}; its best was {percent(best[1])} "

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.events import StepDone
 from lockstep.report.history import History, find_input, find_plan, number
 from lockstep.report.page.document import Section, escape
-from lockstep.report.phrases import plural
+from lockstep.report.phrases import describe_measuring, explain_slower, plural
 
 MOST_TRIALS = 24
 CHOSEN = ' class="chosen" aria-label="chosen"'
@@ -22,9 +22,9 @@ def tell_plan(history: History) -> Section | None:
     if plan is not None:
         how = f"{plan.execution}; gradients in {plan.reduction}" if plan.reduction else plan.execution
         where = f"{plan.topology}{f' over {plan.backend}' if plan.backend else ''}"
-        since = {"measured": "measured", "remembered": "remembered, once measured"}.get(plan.source)
+        since = describe_measuring(plan.source, plan.seconds) if plan.source in ("measured", "remembered") else ""
         how = how[:1].upper() + how[1:]
-        sentences.append(f"{how} ({f'{since} in {plan.seconds:.1f} s on ' if since else 'on '}{where}).")
+        sentences.append(f"{how} ({f'{since} on ' if since else 'on '}{where}).")
         trials = [read for trial in plan.trials if (read := _read_trial(trial))]
         timed = sorted((trial for trial in trials if trial["seconds"]), key=lambda trial: trial["seconds"])
         if len({trial["execution"] for trial in timed}) == 1:  # no need to say it in every line
@@ -51,6 +51,7 @@ def _read_trial(trial: object) -> dict[str, Any] | None:
         "name": "; ".join(filter(None, (words["execution"], travel))),
         "travel": travel,
         "execution": words["execution"],
+        "rule": words["rule"],
         "seconds": seconds if seconds and seconds > 0 and not words["failure"] else None,
         "failure": words["failure"],
         "chosen": trial.get("chosen") is True,
@@ -83,6 +84,7 @@ def _say_trials(trials: list[dict[str, Any]], chosen: Mapping[str, Any] | None, 
     says = f"{plural(len(trials), 'candidate')} took whole steps in turns."
     if chosen:
         says += f" The chosen one promised {chosen['seconds'] * 1e3:,.2f} ms."
+        says += f" {explained}" if (explained := explain_slower(trials)) else ""
     if middle:
         says += f" The run's own steps took {middle * 1e3:,.2f} ms, the median of its records (dashed line)"
         says += f": {middle / chosen['seconds']:.2f} times what was promised." if chosen else "."

@@ -113,7 +113,8 @@ def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Name, value and what stands beside it."""
     facts = []
     if summary["top1"] is not None:
-        facts.append(("Top-1", percent(summary["top1"]), f"top-5 {percent(summary['top5'])}"))
+        fifth = f"top-5 {percent(summary['top5'])}" if summary["top5"] is not None else ""
+        facts.append(("Top-1", percent(summary["top1"]), fifth))
     best = summary["best"]
     if best is not None:
         facts.append(
