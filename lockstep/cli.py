@@ -23,6 +23,7 @@ from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
 from lockstep.report.plan_commands import add_plan_command
 from lockstep.restarts import leave_outcome
+from lockstep.use_commands import add_use_commands
 
 if TYPE_CHECKING:
     from lockstep.plan.profile import Profile
@@ -42,6 +43,7 @@ add_profile(app)
 add_page_commands(app)
 add_plan_command(app)
 app.add_typer(exports)
+add_use_commands(app)
 
 
 def main() -> None:

@@ -78,13 +78,13 @@ def _walk(root: Path, steps: Steps) -> list[Path]:
                 steps.count += 1
                 if entry.name.startswith("."):
                     continue
-                if entry.name.lower().endswith(IMAGE_SUFFIXES):
-                    found.append(folder / entry.name)
-                elif entry.is_dir():
+                if entry.is_dir():
                     status = os.stat(entry.path)
                     if (status.st_dev, status.st_ino) not in met:
                         met.add((status.st_dev, status.st_ino))
                         left.append(folder / entry.name)
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                    found.append(folder / entry.name)
     return found
 
 
@@ -111,7 +111,7 @@ class Relabeled:
 
 
 def match_classes(source: Source, classes: tuple[str, ...], where: str) -> Source:
-    """The source with a network's labels, by the names of its classes; one unknown to the network is refused."""
+    """The source with a network's labels, by the names of its classes; one that it does not know is refused."""
     if source.classes == classes:
         return source
     if unknown := [name for name in source.classes if name not in set(classes)]:

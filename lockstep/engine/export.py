@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from lockstep import __version__
-from lockstep.config import to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.engine.inference import TrainedNetwork
 from lockstep.errors import LockstepError
 from lockstep.files import write_whole
+from lockstep.models import set_fused
 
 Format = Literal["safetensors", "onnx", "torch-export"]
 SUFFIXES: dict[Format, str] = {"safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
@@ -45,6 +46,19 @@ class Exported:
     file: Path
     num_bytes: int
     difference: float  # the largest between its logits and the network's, as a share of the largest logit
+
+
+def parse_formats(names: str) -> list[Format]:
+    """The formats of a list with commas; one that is unknown, or lacks a package, is a sentence."""
+    wanted: list[Format] = []
+    for name in names.split(","):
+        kind = next((known for known in SUFFIXES if known == name.strip()), None)
+        if kind is None:
+            raise LockstepError(f"There is no format {name.strip()[:40]!r}; choose among {', '.join(SUFFIXES)}.")
+        check_needs(kind)
+        if kind not in wanted:
+            wanted.append(kind)
+    return wanted
 
 
 def check_needs(kind: Format) -> None:
@@ -70,7 +84,13 @@ def export(trained: TrainedNetwork, kind: Format, file: Path, batch: int | None 
         "onnx": _encode_onnx,
         "torch-export": _encode_program,
     }[kind]
-    data, difference = encode(network, describe(trained), trained.config.data.image_size, batch)
+    try:
+        data, difference = encode(network, describe(trained), trained.config.data.image_size, batch)
+    except LockstepError:
+        raise
+    except Exception as error:  # a network of one's own may hold what a format has no word for: they raise anything
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise LockstepError(f"The network cannot be written as {kind} ({reason[:300]}).") from error
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, data)
@@ -91,13 +111,20 @@ def describe(trained: TrainedNetwork) -> dict[str, str]:
         "model": trained.config.model.name,
         "step": str(trained.step),
         "lockstep": __version__,
-        "recipe": to_toml(trained.config),
+        "recipe": to_toml(hide_places(trained.config)),
     }
+
+
+def hide_places(config: RunConfig) -> RunConfig:
+    """The configuration without where things lay: of no use elsewhere, and nobody's business."""
+    data = config.data.model_copy(update={"path": Path(config.data.path).name})
+    return config.model_copy(update={"data": data, "comm": config.comm.model_copy(update={"cluster": ""})})
 
 
 def _plain(trained: TrainedNetwork) -> nn.Module:
     """The network with arrays of its own in the usual order: an export must not hold the flat array behind views."""
     network = trained.network.eval()
+    set_fused(network, False)
     for parameter in network.parameters():
         parameter.data = parameter.detach().clone(memory_format=torch.contiguous_format)
         parameter.requires_grad_(False)
@@ -120,7 +147,7 @@ def _encode_program(
 ) -> tuple[bytes, float]:
     with _quiet(), torch.no_grad():
         program = torch.export.export(
-            network, (_draw(max(2, batch or 0), image_size),), dynamic_shapes=_shapes(batch), strict=False
+            network, (_draw(batch or 2, image_size),), dynamic_shapes=_shapes(batch), strict=False
         )
         written = io.BytesIO()
         torch.export.save(program, written, extra_files={EXTRA: json.dumps(facts)})
@@ -135,7 +162,7 @@ def _encode_onnx(network: nn.Module, facts: dict[str, str], image_size: int, bat
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             network,
-            (_draw(max(2, batch or 0), image_size),),
+            (_draw(batch or 2, image_size),),
             dynamo=True,
             input_names=["images"],
             output_names=["logits"],

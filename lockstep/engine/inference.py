@@ -8,7 +8,9 @@ Images pass through evaluation's own pipeline, with the run's own sizes, mean an
 was measured.
 """
 
+import contextlib
 import os
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +35,10 @@ from lockstep.engine.checkpoint import (
 from lockstep.engine.counters import CLASSES, are_names
 from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
+from lockstep.files import read_small
+from lockstep.models import set_fused
 from lockstep.optim.storage import build_weights
+from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
 from lockstep.recipes.read import load_recipe
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -47,7 +52,8 @@ class TrainedNetwork:
 
     network: nn.Module  # in evaluation mode, on `device`
     classes: tuple[str, ...]  # by the place of their logit
-    config: RunConfig  # the run's own, but for `precision.compute`, which is that of this network
+    config: RunConfig  # the run's own
+    compute: Compute  # the number format it computes in here
     run: Path  # the run's folder
     checkpoint: Path
     step: int
@@ -56,7 +62,13 @@ class TrainedNetwork:
     @property
     def dtype(self) -> torch.dtype:
         """Of images and activations."""
-        return HALF.get(self.config.precision.compute, torch.float32)
+        return HALF.get(self.compute, torch.float32)
+
+    def configure(self, **data: Any) -> RunConfig:
+        """The run's configuration in this number format, with other settings of `data`."""
+        return _with_compute(self.config, self.compute).model_copy(
+            update={"data": self.config.data.model_copy(update=data)}
+        )
 
 
 @dataclass(frozen=True)
@@ -87,22 +99,39 @@ def load_run(
 ) -> TrainedNetwork:
     """The network of a run's folder, from its newest good checkpoint, or of one checkpoint's folder.
 
-    `device` is a GPU if there is one, and `compute` the number format of the run, if not given; but FP16 on a CPU,
+    If not given, `device` is a GPU where there is one, and `compute` the number format of the run; but FP16 on a CPU,
     which is slow there, becomes FP32. `warn` hears of damaged checkpoints. `brought` is what a program gave to the run.
     """
     run, only = find_run(Path(path).expanduser())
     _, config = load_recipe(str(run / "config.toml"))
     device = choose_device(device)
-    config = _with_compute(config, compute or _choose_compute(config, device))
+    compute = compute or _choose_compute(config, device)
+    computed = _with_compute(config, compute)
     checkpoint = _read_weights(run, only, warn)
     arrays, classes = checkpoint.files[MODEL], read_classes(run, checkpoint.state)
-    network = _build(config, len(classes), arrays, checkpoint.path, brought)
-    set_number_formats(config.precision)
+    network = _build(computed, len(classes), arrays, checkpoint.path, brought)
+    set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
-    build_weights(network, build_layout(config, network), device, HALF.get(config.precision.compute, torch.float32))
+    build_weights(network, build_layout(computed, network), device, HALF.get(compute, torch.float32))
+    set_fused(network, _had_own_kernels(run))
     return TrainedNetwork(
-        network.eval(), classes, config, run, checkpoint.path, int(checkpoint.path.name.rpartition("-")[2]), device
+        network=network.eval(),
+        classes=classes,
+        config=config,
+        compute=compute,
+        run=run,
+        checkpoint=checkpoint.path,
+        step=int(checkpoint.path.name.rpartition("-")[2]),
+        device=device,
     )
+
+
+def _had_own_kernels(run: Path) -> bool:
+    """Whether the run computed with the fused kernels, which take the last mean in another order, at evaluation too."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        table = tomllib.loads(read_small(run / PLAN_FILE, MAX_BYTES).decode())
+        return bool(table["execution"]["kernels"] == "own")
+    return False
 
 
 def find_run(path: Path) -> tuple[Path, Path | None]:
@@ -123,7 +152,7 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
 def choose_device(asked: str | torch.device | None) -> torch.device:
     """The device asked for, or a GPU if there is one."""
     if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(asked)
     except RuntimeError:
@@ -132,7 +161,7 @@ def choose_device(asked: str | torch.device | None) -> torch.device:
         raise LockstepError(f"Networks run on cpu and cuda, not on {device.type}; choose one of the two.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise LockstepError(f"{device} is not there: this machine has {torch.cuda.device_count()} GPUs; use cpu.")
-    return device
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def _choose_compute(config: RunConfig, device: torch.device) -> Compute:
@@ -223,9 +252,12 @@ def predict(
     top = max(1, min(top, len(trained.classes)))
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
-    data = trained.config.data.model_copy(update={"bad_share": 1.0, "resident": "off"})
-    config = trained.config.model_copy(update={"data": data})
-    with build_eval_pipeline(config, world_of(trained.device), source) as batches:
+    config = trained.configure(bad_share=1.0, resident="off")
+    is_gpu = trained.device.type == "cuda"
+    with (
+        torch.cuda.device(trained.device) if is_gpu else contextlib.nullcontext(),
+        build_eval_pipeline(config, world_of(trained.device), source) as batches,
+    ):
         for batch in batches:
             if len(batch.samples):
                 chances = trained.network(batch.images.to(trained.dtype)).float().softmax(dim=1)

@@ -49,7 +49,7 @@ def open_scored(trained: TrainedNetwork, data: Path | None = None) -> Source:
 def score(trained: TrainedNetwork, source: Source, world: World) -> Score | None:
     """Evaluate on every sample of the source, shared by the world's ranks; None on all but the first."""
     mistakes = Mistakes(source, world)
-    with build_eval_pipeline(trained.config, world, source) as batches:
+    with build_eval_pipeline(trained.configure(), world, source) as batches:
         accuracy = evaluate(trained.network, batches, world, trained.dtype, mistakes, averages=False)
         unreadable = [name for names in world.gather_values(list(batches.bad.values())) for name in names]
     trained.network.eval()

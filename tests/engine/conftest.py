@@ -1,12 +1,20 @@
 """A tiny generated data set and a recipe that trains on it in seconds."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, to_toml
 from lockstep.data.generated import build_generated
+from lockstep.engine.build import build_network
+from lockstep.engine.checkpoint import save_checkpoint
+from lockstep.engine.run import run_rank
 from lockstep.recipes.read import load_recipe
+from lockstep.report.display import build_display
+from lockstep.report.run import RunSink
 
 NUM_TRAIN, NUM_VAL = 130, 50
 
@@ -43,3 +51,44 @@ def tiny_settings(images: Path) -> list[str]:
         "train.checkpoint_every=3st",
         "comm.tune_s=0",
     ]
+
+
+# Names that would be more than text on a page, in Markdown or in a terminal, if somebody let them.
+STRANGE = {"bar": "<b onclick=x>bar", "disc": "di|sc `# *", "ring": "rïng\x1b[2J"}
+
+
+@pytest.fixture(scope="session")
+def named_images(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same images under strange names of classes."""
+    root = Path(shutil.copytree(images, tmp_path_factory.mktemp("named") / "shapes"))
+    for split in ("train", "val"):
+        for name, strange in STRANGE.items():
+            (root / split / name).rename(root / split / strange)
+    return root
+
+
+@pytest.fixture(scope="session")
+def trained_run(named_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of ten steps, with all its records."""
+    folder = tmp_path_factory.mktemp("runs") / "shapes-run"
+    config = tiny_config(named_images)
+
+    def open_sink(world: object, folder: Path) -> RunSink:
+        return RunSink(folder, build_display(Console(quiet=True), folder), [])
+
+    assert run_rank(config, "tiny", folder, resume=False, membership=None, open_sink=open_sink) == "finished"
+    return folder
+
+
+def make_run(folder: Path, config: RunConfig) -> Path:
+    """A run's folder with a network of three classes that was never trained."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(config))
+    network = build_network(config, 3)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    save_checkpoint(
+        folder / "checkpoints", 1, {"model": network.state_dict()}, {"classes": ["one", "two", "three"]}, keep=1
+    )
+    return folder

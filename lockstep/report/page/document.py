@@ -24,6 +24,10 @@ from lockstep.report.page.charts import Chart, Numbers
 # JSON in a script element ends at the first "</script>", and old parsers stumble over these two line ends.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
+NO_SCRIPT = (
+    '<noscript><p class="warning">The charts need JavaScript; every number is also in the tables.</p></noscript>'
+)
+
 
 @dataclass(frozen=True)
 class Section:
@@ -49,6 +53,7 @@ class Document:
     data: Mapping[str, Any] = field(default_factory=dict)  # more for the script
     scripts: Sequence[str] = ("page.js",)
     connect: str = "'none'"  # from where the page may fetch
+    draws: bool = True  # whether it has charts, or will have; without, plotly.js stays out
     footer: str = (
         "Made by Lockstep from the run's own records. Nothing in this page was fetched, and nothing leaves it."
     )
@@ -85,10 +90,11 @@ def _clean(value: Any) -> Any:
 
 def build_document(document: Document) -> str:
     """The whole page."""
-    plotly, plotly_hash = read_plotly()
+    plotly, plotly_hash = read_plotly() if document.draws else ("", "")
     script = "\n".join(read_asset(name) for name in document.scripts)
+    allowed = " ".join(f"'{one}'" for one in (_hash(script.encode()), plotly_hash) if one)
     policy = (
-        f"default-src 'none'; script-src '{_hash(script.encode())}' '{plotly_hash}'; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         f"img-src data: blob:; connect-src {document.connect}; base-uri 'none'; form-action 'none'"
     )
     charts = [chart.as_data() for section in document.sections for chart in section.charts]
@@ -112,11 +118,11 @@ def build_document(document: Document) -> str:
 <div class="bar"><nav aria-label="Sections">{links}</nav>
 <button type="button" id="theme" aria-label="Change between light and dark">Dark</button></div>
 <header>{document.header}</header>
-<noscript><p class="warning">The charts need JavaScript; every number is also in the tables.</p></noscript>
+{NO_SCRIPT if document.draws else ""}
 <main id="content">{body}</main>
 <footer>{escape(document.footer)}</footer>
 <script type="application/json" id="data">{embed_json({"charts": charts, **document.data})}</script>
-<script type="text/plain" id="plotly">{plotly}</script>
+{f'<script type="text/plain" id="plotly">{plotly}</script>' if plotly else ""}
 <script>{script}</script>
 </body>
 </html>

@@ -120,7 +120,9 @@ const lockstep = (() => {
   }
 
   async function load() {
-    const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
+    const packed = document.getElementById("plotly");
+    if (!packed) return;  // a page without charts
+    const bytes = Uint8Array.from(atob(packed.textContent), (one) => one.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
     const script = document.createElement("script");
     script.textContent = await new Response(stream).text();

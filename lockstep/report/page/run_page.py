@@ -19,6 +19,7 @@ from lockstep.report.phrases import count, percent, plural
 
 REPORT_NAME = "report.html"
 JOULES_PER_KWH = 3.6e6
+MOST_CLASSES = 100  # whose names are listed
 LIVE = '<span class="live"></span>'
 
 
@@ -199,9 +200,17 @@ def tell_environment(history: History) -> Section:
         ("device", start.device),
         ("ranks", f"{start.world_size:,}"),
         ("parameters", f"{start.num_parameters:,}"),
+        ("classes", list_classes(start)),
         *((str(name), str(version)) for name, version in start.versions.items()),
     ]
     return Section("environment", "Environment", body=build_list(rows))
+
+
+def list_classes(start: RunStarted) -> str:
+    """How many classes, and the first of their names."""
+    names = [str(name) for name in start.class_names[:MOST_CLASSES]]
+    more = ", …" if start.num_classes > len(names) else ""
+    return f"{start.num_classes:,}" + (f": {', '.join(names)}{more}" if names else "")
 
 
 def flatten(config: dict[str, Any], before: str = "") -> dict[str, str]:

@@ -108,7 +108,7 @@ def _show_images(found: MistakesFound, history: History) -> str:
     for place, worst in enumerate(told):
         if not isinstance(worst, dict) or len(figures) >= MOST_IMAGES:
             continue
-        data = _read_jpeg(worst.get("jpeg"))
+        data = read_jpeg(worst.get("jpeg"))
         if data is None:
             continue
         label_name, taken = (_name(history, worst.get(key)) for key in ("label", "predicted"))
@@ -125,7 +125,7 @@ def _show_images(found: MistakesFound, history: History) -> str:
     return f'<h3>Most confidently wrong</h3><div class="images">{"".join(figures)}</div>'
 
 
-def _read_jpeg(text: object) -> str | None:
+def read_jpeg(text: object) -> str | None:
     """The base64 of a small JPEG, written anew; None for anything else."""
     if not isinstance(text, str) or len(text) > 2 * LARGEST_IMAGE:
         return None
