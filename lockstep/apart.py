@@ -62,9 +62,9 @@ def run_apart(arguments: list[str], folder: Path, on_event: OnEvent | None, *, q
 
 
 def _judge(status: int, words: list[str], folder: Path, *, was_signalled: bool, was_asked: bool) -> Outcome:
-    if status == 0:
+    if status == 0 or (status in INTERRUPTED and has_finished(folder)):  # a signal came amid its last words
         return "finished"
-    if status in INTERRUPTED and not has_finished(folder):
+    if status in INTERRUPTED:
         return "stopped" if was_asked and not was_signalled else "interrupted"
     said = [line.removeprefix(PREFIX) for line in words if line.startswith(PREFIX)]
     # Whoever found the cause spoke first; what was said before ranks started again is another story.

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from lockstep.comm.world import World
     from lockstep.engine.brought import Brought
-    from lockstep.engine.inference import TrainedNetwork
+    from lockstep.engine.inference import Prediction, TrainedNetwork
     from lockstep.events import Sink
 
 Settings = Mapping[str, Any] | Sequence[str]
@@ -141,6 +141,13 @@ def load(
     from lockstep.engine.inference import load_run
 
     return load_run(run, device=device, brought=Brought(model=model))
+
+
+def predict(trained: "TrainedNetwork", images: "Sequence[str | Path | bytes]", *, top: int = 5) -> "list[Prediction]":
+    """The `top` classes of each image: files, or encoded images in memory."""
+    from lockstep.engine.inference import predict
+
+    return predict(trained, images, top=top)
 
 
 def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, ...], Brought]":

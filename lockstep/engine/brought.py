@@ -85,8 +85,9 @@ def _find(name: str, setting: str, given: Any) -> Any:
     if name != GIVEN:
         return find_named(name, setting)
     if given is None:
+        argument = {"model.name": "model", "data.source": "data", "optim.loss": "loss"}[setting]
         raise LockstepError(
-            f'{setting} = "{GIVEN}": a program gave it to this run, and has to give it again; go on with '
-            f"lockstep.train(…, resume=True, {setting.split('.')[0 if setting != 'optim.loss' else 1]}=…)."
+            f'{setting} = "{GIVEN}" stands for an object that a program gave to this run; give it again, as {argument}=… '
+            f"of lockstep.train(…, resume=True){' or lockstep.load' if argument == 'model' else ''}."
         )
     return given

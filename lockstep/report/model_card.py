@@ -79,7 +79,7 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
         return "## Accuracy\n\nThe run has not measured it; `lockstep evaluate RUN` does."
     last = max(reversed(evaluated), key=lambda event: event.step)  # of one that was done again, the later
     rows = [f"| top-1 | {percent(last.top1)} | {last.correct1:,} of {last.total:,} |"]
-    if len(subject.classes) > 5:
+    if len(subject.classes) > 5 and last.top5 is not None:
         rows.append(f"| top-5 | {percent(last.top5)} | {last.correct5:,} of {last.total:,} |")
     ahead = f" The weights are {plural(subject.step - last.step, 'step')} ahead." if last.step < subject.step else ""
     table = "\n".join(["| | | right answers |", "| --- | ---: | ---: |", *rows])
@@ -89,7 +89,8 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
 def _tell_training(subject: Subject, history: History | None) -> str:
     config = subject.config
     data, optim, train = config.data, config.optim, config.train
-    source = "generated images" if data.source == "generated" else f"the image folder or pack {data.path}"
+    known = {"generated": "generated images", "folder": f"the image folder or pack {data.path}"}
+    source = known.get(data.source, f"a data set of its user's ({data.source})")
     facts = [("data", source)]
     if history:
         start, summary = history.start, history.summary
