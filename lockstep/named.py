@@ -88,4 +88,4 @@ def phrase_error(error: BaseException) -> str:
 def describe(value: Callable[..., Any] | object) -> str:
     """What to call a user's thing in a sentence."""
     kind = value if hasattr(value, "__qualname__") else type(value)
-    return str(getattr(kind, "__qualname__", kind))
+    return str(getattr(kind, "__qualname__", kind)).rpartition("<locals>.")[2]

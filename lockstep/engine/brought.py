@@ -87,7 +87,7 @@ def _find(name: str, setting: str, given: Any) -> Any:
     if given is None:
         argument = {"model.name": "model", "data.source": "data", "optim.loss": "loss"}[setting]
         raise LockstepError(
-            f'{setting} = "{GIVEN}" stands for an object that a program gave to this run; give it again, as {argument}=… '
-            f"of lockstep.train(…, resume=True){' or lockstep.load' if argument == 'model' else ''}."
+            f'{setting} = "{GIVEN}" stands for an object that a program gave to this run; give it again, as '
+            f"{argument}=… of lockstep.train(…, resume=True){' or lockstep.load' if argument == 'model' else ''}."
         )
     return given
