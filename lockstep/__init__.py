@@ -1,8 +1,12 @@
 """Lockstep: synchronous data-parallel training of image models, from a laptop to a cluster."""
 
 import os
+from importlib import import_module
+
+from lockstep.errors import LockstepError, Stop
 
 __version__ = "0.1.0"
+__all__ = ["LockstepError", "Result", "Stop", "__version__", "load", "predict", "train"]
 
 # CUDA reads this when it starts. By default it feeds a GPU through 8 queues that streams share, so that nvJPEG's work
 # may stand in line behind whole recorded steps; CUDA_DEVICE_MAX_CONNECTIONS=8 lockstep bench input --train shows it.
@@ -14,3 +18,10 @@ if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
 # PyTorch reads this when it is imported. Its warnings of a lost connection come with pages of C++ addresses; what has
 # happened is said in a sentence of ours.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def __getattr__(name: str) -> object:
+    """What is for programs (`api.py`) is read when it is first asked for: `import lockstep` is instant."""
+    if name in __all__:
+        return getattr(import_module("lockstep.api"), name)
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -2,9 +2,7 @@
 
 import io
 import os
-import signal
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +13,9 @@ from typer.core import TyperCommand
 from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.bench.profile_command import add_profile
-from lockstep.engine.starting import Resume, has_finished, phrase_finished, phrase_go_on, plan_start
+from lockstep.engine.starting import Resume
 from lockstep.errors import LockstepError, SharedError
-from lockstep.processes import end_on_second, follow_launcher, name_process, quit_on_interrupt
+from lockstep.processes import follow_launcher, name_process, quit_on_interrupt
 from lockstep.recipes import read
 from lockstep.recipes.complaints import describe_option
 from lockstep.recipes.recipe_commands import recipes
@@ -28,8 +26,6 @@ from lockstep.restarts import leave_outcome
 from lockstep.use_commands import add_use_commands
 
 if TYPE_CHECKING:
-    from lockstep.comm.world import World
-    from lockstep.events import Sink
     from lockstep.plan.profile import Profile
 
 app = typer.Typer(
@@ -134,61 +130,13 @@ def train(
     log: Annotated[str, typer.Option(help="Also log to tensorboard, wandb, mlflow, mlperf; several by commas.")] = "",
 ) -> None:
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
-    from lockstep.report.sinks import parse_viewers
+    from lockstep.api import Asked, carry_out
 
-    viewers = parse_viewers(log)
-    start = plan_start(target, settings or [], out, resume)
-    folder, wanted, is_auto = start.folder, start.config, resume == "auto"
-
-    with quit_on_interrupt():
-        from lockstep.comm.world import read_membership
-        from lockstep.engine.build import check_shares, open_sources
-        from lockstep.engine.launch import choose_num_ranks, launch_ranks, read_range
-        from lockstep.engine.owner import check_unowned
-        from lockstep.engine.run import prepare_folder, run_rank
-        from lockstep.engine.snapshot import clear_memory, find_memory
-        from lockstep.engine.template import Template
-        from lockstep.report.display import progress
-
-    membership = read_membership(os.environ)
-    console = Console()
-    if membership is None:
-        if is_auto and start.resume and has_finished(folder):
-            print(phrase_finished(folder))
-            return
-        with Template() as template:  # first of all: before there are threads, and before a GPU is asked anything
-            # What is wrong with the ranks, the data or the folder is said once, before any rank starts.
-            least, most = choose_num_ranks(ranks)
-            for num_ranks in range(least, most + 1):
-                check_shares(wanted, num_ranks)
-            open_sources(wanted.data, progress("Rendering images", console))
-            check_unowned(folder)
-            if not start.resume:
-                prepare_folder(folder)
-            ranks = ranks or str(most)
-            if most > 1 or restarts:
-                arguments = ["train", target, "--out", str(folder), *(["--resume"] if start.resume else [])]
-                arguments += [f"--set={setting}" for setting in settings or []] + ([f"--log={log}"] if log else [])
-                arguments += [f"--ranks={ranks}", f"--restarts={restarts}"]  # for what they say at the end
-                with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
-                    try:
-                        status = launch_ranks(template, (least, most), arguments, restarts)
-                    finally:
-                        clear_memory(find_memory(folder))  # nobody starts these ranks again
-                raise typer.Exit(status)
-    elif ranks is not None and not (wanted_ranks := read_range(ranks))[0] <= membership.size <= wanted_ranks[1]:
-        raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
-    status_word = run_rank(
-        wanted,
-        start.name,
-        folder,
-        resume=start.resume,
-        membership=membership,
-        open_sink=partial(_open_sink, viewers=viewers, go_on=phrase_go_on(folder, ranks, restarts, log)),
-        may_be_finished=is_auto,
-    )
-    if status_word == "interrupted":
+    ended = carry_out(Asked(target, tuple(settings or ()), out, resume, ranks, restarts, log))
+    if ended.outcome == "interrupted":
         raise typer.Exit(leave_outcome(130, os.environ))
+    if ended.status:
+        raise typer.Exit(ended.status)
 
 
 @app.command()
@@ -256,17 +204,6 @@ def _show_profile(profile: "Profile", folder: Path, console: Console, source: st
     for line in [*describe_fits(profile.fits), *describe_trials(explain_choice(profile.trials), profile.setup.batch)]:
         console.print(line, highlight=False, soft_wrap=True)
     console.print()
-
-
-def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str) -> "Sink":
-    """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
-    from lockstep.report.display import build_display
-    from lockstep.report.run import RunSink, SilentSink
-    from lockstep.report.sinks import open_viewers
-
-    if not world.is_first:
-        return SilentSink()
-    return RunSink(folder, build_display(Console(), folder, go_on), open_viewers(viewers, folder))
 
 
 @data.command("pack")

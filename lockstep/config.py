@@ -6,13 +6,25 @@ reader. Whether a tree is valid depends on its values alone, so the resolved `co
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
+
+from lockstep.named import GIVEN, is_name
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Duration:
 Pair = Annotated[tuple[float, float], Field(strict=False)]
 Triple = Annotated[tuple[float, float, float], Field(strict=False)]
 Durations = Annotated[tuple[Duration, ...], Field(strict=False)]
+Names = Annotated[tuple[str, ...], Field(strict=False, max_length=1000)]
 
 # No run asks for more, and every number below them is exact, or finite, wherever it is used.
 MOST = 10**9
@@ -65,7 +78,50 @@ LONGEST_S = 1e7
 LARGEST = 1e38  # in FP32
 LONGEST_SHOWN = 200  # characters of a value in a sentence
 
+# Networks whose settings have keys of their own in [model]; those of any other stand in [model.settings].
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+
+NETWORK_NAME = re.compile(r"[\w.-]+(:[\w.@/-]+)?", re.ASCII)
+MOST_SETTINGS = 100
+
+
+def _read_network_name(given: object) -> object:
+    """A network's name; whether there is such a network is known to `models/` alone, which needs torch."""
+    if isinstance(given, str) and (len(given) > LONGEST_SHOWN or not NETWORK_NAME.fullmatch(given)):
+        raise ValueError("a network's name, such as resnet50, package.module:name or timm:convnext_tiny")
+    return given
+
+
+def _read_settings(given: object) -> dict[str, Any]:
+    """The settings of a network: plain values, or lists of them, by names that a function may have for arguments."""
+    wanted = "a table of names and plain values, such as {depth = 12}"
+    if not isinstance(given, dict) or len(given) > MOST_SETTINGS:
+        raise ValueError(wanted)
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        if not (isinstance(name, str) and name.isidentifier() and len(values) <= MOST_SETTINGS):
+            raise ValueError(wanted)
+        for each in values:
+            if not isinstance(each, bool | int | float | str) or each in (math.inf, -math.inf) or each != each:
+                raise ValueError(wanted)
+            if isinstance(each, int) and abs(each) >= 1 << 63:  # which TOML cannot hold
+                raise ValueError(wanted)
+    return dict(given)
+
+
+def _of(*known: str) -> AfterValidator:
+    """One of these words, or the name of something of the user's."""
+
+    def check(text: str) -> str:
+        if text not in (*known, GIVEN) and not is_name(text):
+            raise ValueError(f"{', '.join(known)}, or something of yours as package.module:name")
+        return text
+
+    return AfterValidator(check)
+
+
+Settings = Annotated[dict[str, Any], PlainValidator(_read_settings)]
 
 
 class Section(BaseModel):
@@ -107,7 +163,9 @@ class DataConfig(Section):
     section = "data"
     only_with = {"path": ("source", ("folder",)), "val_share": ("source", ("folder",))}
 
-    source: Literal["generated", "folder"] = Field(default="generated", description="where samples lie")
+    source: Annotated[str, _of("generated", "folder")] = Field(
+        default="generated", description="where samples lie: generated, folder, or package.module:name (docs/api.md)"
+    )
     path: str = Field(
         default="",
         description="folder that holds train/ and val/, packed shards, tar or Parquet files, for source = folder",
@@ -215,8 +273,9 @@ class ModelConfig(Section):
         "dropout": ("name", ("alexnet",)),
     }
 
-    name: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "alexnet"] = Field(
-        default="resnet50", description="the network"
+    name: Annotated[str, BeforeValidator(_read_network_name)] = Field(
+        default="resnet50",
+        description="the network: resnet18 to resnet152, alexnet, package.module:name, torchvision:NAME or timm:NAME",
     )
     stem: Literal["imagenet", "cifar"] = Field(
         default="imagenet", description="first layers: for large or for small images"
@@ -234,6 +293,16 @@ class ModelConfig(Section):
         description="the paper's extra batch norm after alexnet's last pooling",
     )
     dropout: float = Field(default=0.5, ge=0, lt=1, description="share dropped in alexnet's two hidden layers")
+    settings: Settings = Field(
+        default_factory=dict, description="what any other network is called with, besides the number of classes"
+    )
+    weights: str = Field(
+        default="",
+        description="weights to start from: a file, a run's folder, torchvision:NAME or timm:NAME; none if empty",
+    )
+    freeze: Names = Field(
+        default=(), description='parts that stay as they are, by the beginnings of their names, such as ["conv1"]'
+    )
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
@@ -241,6 +310,8 @@ class ModelConfig(Section):
             raise ValueError('model.pool5_batch_norm has an effect only with model.name = "alexnet"; leave it out')
         if self.pool5_batch_norm and not self.batch_norm:
             raise ValueError("model.pool5_batch_norm = true needs model.batch_norm = true; drop one of the two")
+        if own := sorted(self.settings.keys() & type(self).model_fields.keys()):
+            raise ValueError(f"model.settings holds {own[0]}, which has a key of its own; write model.{own[0]}")
         return self
 
 
@@ -262,6 +333,7 @@ class OptimConfig(Section):
         "power": ("schedule", ("poly",)),
         "milestones": ("schedule", ("step",)),
         "gamma": ("schedule", ("step",)),
+        "label_smoothing": ("loss", ("cross_entropy",)),
     }
 
     name: Literal["sgd", "lars", "lamb", "adamw"] = Field(default="sgd", description="the update rule")
@@ -296,6 +368,12 @@ class OptimConfig(Section):
         le=LARGEST,
         description="the gradient of the whole network is scaled down to this norm where it is above; 0: never",
     )
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="factor on the learning rate for every block nearer to the images, down from 1 in the head",
+    )
     schedule: Literal["constant", "poly", "cosine", "step"] = Field(
         default="cosine", description="learning rate after warm-up"
     )
@@ -305,6 +383,9 @@ class OptimConfig(Section):
     power: float = Field(default=2.0, gt=0, le=1e3, description="exponent of the decay (poly)")
     milestones: Durations = Field(default=(), description="when the learning rate drops, counted from step 0 (step)")
     gamma: float = Field(default=0.1, gt=0, le=1, description="factor of each drop (step)")
+    loss: Annotated[str, _of("cross_entropy")] = Field(
+        default="cross_entropy", description="what is minimised: cross_entropy, or package.module:name (docs/api.md)"
+    )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of the target spread over all classes")
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The one exception a user may see: its message is the whole story, printed without a traceback."""
+"""The exceptions a user may see or raise: a message is the whole story, printed without a traceback."""
 
 
 class LockstepError(Exception):
@@ -7,3 +7,7 @@ class LockstepError(Exception):
 
 class SharedError(LockstepError):
     """A failure that every rank finds at once; rank 0 speaks for all."""
+
+
+class Stop(Exception):
+    """Raised by whoever listens to a run: it ends after the step at hand, with a checkpoint, as if interrupted."""

@@ -22,6 +22,7 @@ class ParameterSpec(NamedTuple):
     decay: bool  # gets weight decay
     adapt: bool  # gets a trust ratio
     half: bool = False  # computed in half precision
+    rate: float = 1.0  # its factor on the learning rate
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Slot:
     adapt: bool
     half: bool = False
     depth: int = 0  # how many parameters come after it in forward order: 0 is the nearest to the loss
+    rate: float = 1.0
 
     @property
     def end(self) -> int:
@@ -81,7 +83,8 @@ def plan_layout(parameters: Iterable[ParameterSpec]) -> Layout:
     slots: list[Slot] = []
     offset = split = 0
     for depth, spec in sorted(backward, key=lambda entry: not entry[1].half):  # stable: backward order in each part
-        slot = Slot(spec.name, spec.shape, offset, math.prod(spec.shape), spec.decay, spec.adapt, spec.half, depth)
+        size, (name, shape, decay, adapt, half, rate) = math.prod(spec.shape), spec
+        slot = Slot(name, shape, offset, size, decay, adapt, half, depth, rate)
         slots.append(slot)
         offset = align(slot.end)
         split = offset if spec.half else split

@@ -61,6 +61,11 @@ class Case:
     num_classes: int = 10
     precision: Precision = "fp32"
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """The network's own, of those above."""
+        return {"width": self.width} if self.model in RESNET_DEPTHS else {}
+
 
 USUAL_CASES = (
     Case("quickstart's network, 0.7 M parameters", width=16, image_size=48, batch=64),
@@ -93,7 +98,7 @@ def build_network(case: Case, device: torch.device) -> nn.Module:
     if case.model == "stack":
         torch.manual_seed(0)
         return _build_stack(case).to(device)
-    model = build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+    model = build_model(case.model, case.num_classes, image_size=case.image_size, **case.settings)
     initialize(model, 0)
     return model.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
@@ -104,7 +109,7 @@ def count_gradient_bytes(case: Case) -> int:
         if case.model == "stack":
             model = _build_stack(case)
         else:
-            model = build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+            model = build_model(case.model, case.num_classes, image_size=case.image_size, **case.settings)
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -142,10 +147,11 @@ def open_ddp(case: Case, world: World, batch: Batch, setting: ddp.Setting, *, co
 
 def build_config(case: Case, global_size: int, pins: Pins = AUTO) -> RunConfig:
     """The case as a run would be asked for it; a stack of layers has no name there."""
-    width = {"width": case.width} if case.model in RESNET_DEPTHS else {}
     return RunConfig(
         data=DataConfig(image_size=case.image_size, eval_resize=max(256, case.image_size)),
-        model=ModelConfig() if case.model == "stack" else ModelConfig.model_validate({"name": case.model, **width}),
+        model=ModelConfig()
+        if case.model == "stack"
+        else ModelConfig.model_validate({"name": case.model, **case.settings}),
         optim=OptimConfig(name="sgd", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
         precision=PrecisionConfig(compute=case.precision),
         comm=CommConfig(tune_s=TUNE_S, overlap=pins.overlap),

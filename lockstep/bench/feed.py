@@ -119,7 +119,7 @@ def _configure(wanted: Wanted, world: World) -> RunConfig:
     )
     return RunConfig(
         data=data,
-        model=ModelConfig(name=wanted.model),  # type: ignore[arg-type]
+        model=ModelConfig(name=wanted.model),
         optim=OptimConfig(name="lars", lr=LR),
         precision=PrecisionConfig(compute="fp16" if world.device.type == "cuda" else "fp32"),
         train=TrainConfig(global_batch=wanted.batch, duration="1ep", max_batch_per_rank=wanted.batch),  # type: ignore[arg-type]

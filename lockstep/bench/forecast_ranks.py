@@ -67,7 +67,7 @@ class Case:
         """A run of it on so many ranks."""
         return RunConfig(
             data=DataConfig(image_size=self.image_size),
-            model=ModelConfig(name=self.model, width=self.width),  # type: ignore[arg-type]
+            model=ModelConfig(name=self.model, width=self.width),
             optim=OptimConfig(name="lars", lr=0.1),
             comm=CommConfig(tune_s=0.0),
             train=TrainConfig(global_batch=self.batch * num_ranks, duration="1ep", max_batch_per_rank=self.batch),  # type: ignore[arg-type]

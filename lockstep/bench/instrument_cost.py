@@ -109,7 +109,7 @@ def measure(world: World, model: str, batch: int, image_size: int, rounds: int) 
     """All sides in turns, and their pieces by themselves; every rank must call it."""
     config = RunConfig(
         data=DataConfig(image_size=image_size),
-        model=ModelConfig(name=model),  # type: ignore[arg-type]
+        model=ModelConfig(name=model),
         optim=OptimConfig(name="lars", lr=0.1),
         precision=PrecisionConfig(compute="fp16" if world.device.type == "cuda" else "fp32"),
         train=TrainConfig(global_batch=batch * world.size, duration="1ep", max_batch_per_rank=batch),  # type: ignore[arg-type]

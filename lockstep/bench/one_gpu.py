@@ -100,7 +100,7 @@ def build_ours(model: str, batch: int) -> tuple[str, Step]:
     """Our whole step: FP16, dynamic loss scale, LARS; executed the way the measurement before step 0 chooses."""
     config = RunConfig(
         data=DataConfig(image_size=IMAGE_SIZE),
-        model=ModelConfig(name=model),  # type: ignore[arg-type]
+        model=ModelConfig(name=model),
         optim=OptimConfig(name="lars", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, label_smoothing=0.0),
         precision=PrecisionConfig(compute="fp16"),
         train=TrainConfig(global_batch=batch, duration="1ep", max_batch_per_rank=batch),  # type: ignore[arg-type]

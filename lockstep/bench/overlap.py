@@ -107,7 +107,7 @@ def measure(model: str, batch: int, link: Link, rounds: int, world: World, conso
 def _configure(model: str, batch: int) -> RunConfig:
     return RunConfig(
         data=DataConfig(image_size=IMAGE_SIZE),
-        model=ModelConfig(name=model),  # type: ignore[arg-type]
+        model=ModelConfig(name=model),
         optim=OptimConfig(name="lars", lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY),
         precision=PrecisionConfig(compute="fp16"),
         comm=CommConfig(algorithm="flat", tune_s=TUNE_S),

@@ -368,7 +368,7 @@ def check_wanted(wanted: Wanted) -> None:
     for case in wanted.list_cases():
         if case.model != "stack":
             with torch.device("meta"):
-                build_model(case.model, case.num_classes, width=case.width, image_size=case.image_size)
+                build_model(case.model, case.num_classes, image_size=case.image_size, **case.settings)
 
 
 def run_rank(membership: Membership, wanted: Wanted) -> None:

@@ -107,14 +107,16 @@ def is_kept_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def separate_attempt(store: Store) -> Store:
+def separate_attempt(store: Store, place: int = 0) -> Store:
     """The part of a store that belongs to this start of the ranks: a launcher's outlives a restart.
 
-    Rank 0's own does not, and there the count would keep ranks apart: a node that has come later counts anew.
+    `place` counts the worlds that these ranks have been in, one after the other. Rank 0's own store does not outlive a
+    world, and there the count of restarts would keep ranks apart: a node that has come later counts anew.
     """
     if not is_kept_by_launcher():
         return store
-    return PrefixStore(f"lockstep/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    attempt = f"lockstep/attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(f"{attempt}/world-{place}" if place else attempt, store)
 
 
 def _call_store(address: str, port: int, size: int, timeout_s: float, *, waits: bool) -> TCPStore:

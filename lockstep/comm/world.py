@@ -6,6 +6,7 @@ the environment. torch.distributed moves the bytes: NCCL between GPUs, Gloo betw
 
 import atexit
 import contextlib
+import itertools
 import os
 import re
 import sys
@@ -32,6 +33,8 @@ from lockstep.comm.meeting import (
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
+
+_worlds = itertools.count()  # that this process has been in: a program may train several times
 
 
 @dataclass(frozen=True)
@@ -223,12 +226,15 @@ def _meet(
     spans_nodes = member.size > member.local_size
     if not spans_nodes or is_loopback(member.address):
         stay_on_loopback(os.environ)  # read by the backends when they start
-    address, port, rank, size = member.address, member.port, member.rank, member.size
+    address, rank, size = member.address, member.rank, member.size
+    place = next(_worlds)
+    # A rank that is quick must not find the store of the world before, which rank 0 is about to close.
+    port = member.port if is_kept_by_launcher() else member.port + place
     try:
         store = join_store(address, port, rank, size, timeout_s, spans_nodes=spans_nodes)
         # What waits on the first line must not hold up a sign of life on the second.
         line = call_again(address, port, size, timeout_s)
-        store, line = separate_attempt(store), separate_attempt(line)
+        store, line = separate_attempt(store, place), separate_attempt(line, place)
         agreed = take_census(store, rank, size, find_place(device), asked=backend, seal=seal, timeout_s=timeout_s)
         if agreed.shares_gpu:
             os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")  # NCCL refuses two ranks of one host on one GPU

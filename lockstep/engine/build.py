@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.comm.world import World
 from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.generated import build_generated, default_cache
 from lockstep.data.order import Cursor, share, steps_per_epoch
+from lockstep.data.own_data import OwnData
 from lockstep.data.pack import pack_parquet
 from lockstep.data.parquet import holds_parquet
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
@@ -28,20 +30,24 @@ from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
+from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
 from lockstep.engine.timing import Clock
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout, plan_layout
-from lockstep.models import build_model
-from lockstep.models.initialize import initialize
+from lockstep.models import build_started
+from lockstep.models.freeze import freeze
+from lockstep.models.mixed import compute_in
+from lockstep.named import GIVEN
 from lockstep.optim.adamw import AdamW
-from lockstep.optim.groups import describe_parameters
+from lockstep.optim.groups import describe_parameters, find_half
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
+from lockstep.optim.loss import SummedLoss, cross_entropy_sum
 from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
-from lockstep.optim.storage import build_weights, mixed_views
+from lockstep.optim.storage import build_weights, fill_constants, hold_constants, mixed_views
 from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
@@ -68,6 +74,7 @@ class Parts:
     dtype: torch.dtype  # of images and activations
     weights: Tensor  # the FP32 master weights
     half_weights: Tensor  # what the model computes with, over the half part of the layout
+    constants: dict[str, Tensor]  # parameters that are not trained, in full precision: no part of the layout
     reducer: Reducer
     hybrid: Hybrid | None  # None in a world of one
     topology: Topology
@@ -77,15 +84,18 @@ class Parts:
     loss_scale: LossScale | None  # None unless gradients are FP16
     schedule: Schedule
     clock: Clock
-    label_smoothing: float
+    loss: SummedLoss
+    eval_loss: SummedLoss  # without smoothing
     max_batch_per_rank: int | Fraction  # a larger share runs in several passes
 
 
-def open_sources(config: DataConfig, progress: Progress | None = None) -> Sources:
-    """Open packed shards, tar files of others, sets in Parquet or image folders.
+def open_sources(config: DataConfig, progress: Progress | None = None, brought: Brought = NOTHING) -> Sources:
+    """Open packed shards, tar files of others, sets in Parquet, image folders or the user's own data.
 
     On first use generated images are rendered, tar files looked through and sets in Parquet packed.
     """
+    if has_own_data(config.source):
+        return Sources(*open_own_data(config.source, brought, config.read_timeout_s))
     limit_s = config.read_timeout_s
     if config.source == "generated":
         root = build_generated(default_cache(), config.train_images, config.val_images, progress)
@@ -122,13 +132,13 @@ def check_shares(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def build_parts(config: RunConfig, world: World, sources: Sources) -> Parts:
+def build_parts(config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING) -> Parts:
     """Everything a step needs, on this rank's device."""
     check_shares(config, world.size)
     set_number_formats(config.precision)
-    model = build_network(config, len(sources.train.classes))
+    model = build_network(config, len(sources.train.classes), brought)
     in_epoch, total = count_steps(config, sources.train.num_samples)
-    return assemble(config, world, model, build_schedule(config, in_epoch, total))
+    return assemble(config, world, model, build_schedule(config, in_epoch, total), brought=brought)
 
 
 def set_number_formats(precision: PrecisionConfig) -> None:
@@ -141,16 +151,26 @@ def set_number_formats(precision: PrecisionConfig) -> None:
 
 
 def assemble(
-    config: RunConfig, world: World, model: nn.Module, schedule: Schedule, hybrid: Hybrid | None = None
+    config: RunConfig,
+    world: World,
+    model: nn.Module,
+    schedule: Schedule,
+    hybrid: Hybrid | None = None,
+    brought: Brought = NOTHING,
 ) -> Parts:
     """Lay `model` out flat and put the reducer and the update rule over it; several ranks need no `hybrid` given."""
     dtype = HALF.get(config.precision.compute, torch.float32)
     layout = build_layout(config, model)
     weights, half_weights = build_weights(model, layout, world.device, dtype)
-    world.broadcast(weights)
+    constants = hold_constants(model, layout, find_half(model), dtype)
+    for values in (weights, *constants.values()):
+        world.broadcast(values)
     half_weights.copy_(weights[: layout.split])
+    fill_constants(model, constants)
+    compute_in(model, dtype, world.device.type)
     parameters = dict(model.named_parameters())
     gradients = allocate_gradients(layout.numel, world.device, split=layout.split, dtype=dtype)
+    loss, eval_loss = build_losses(config, world.device, brought)
     topology = build_topology(config, world)
     if world.size > 1:
         hybrid = Hybrid(topology, world.rank, world.device, build_wire(config), timeout_s=config.comm.timeout_s)
@@ -172,6 +192,7 @@ def assemble(
         dtype=dtype,
         weights=weights,
         half_weights=half_weights,
+        constants=constants,
         reducer=reducer,
         hybrid=hybrid,
         topology=topology,
@@ -181,9 +202,18 @@ def assemble(
         loss_scale=build_loss_scale(config, layout, world.device),
         schedule=schedule,
         clock=Clock(world.device),
-        label_smoothing=config.optim.label_smoothing,
+        loss=loss,
+        eval_loss=eval_loss,
         max_batch_per_rank=plan_passes(config.train, world.rank, world.size),
     )
+
+
+def build_losses(config: RunConfig, device: torch.device, brought: Brought) -> tuple[SummedLoss, SummedLoss]:
+    """What training minimises, and what evaluation reports."""
+    if config.optim.loss == "cross_entropy":
+        return partial(cross_entropy_sum, label_smoothing=config.optim.label_smoothing), cross_entropy_sum
+    loss = build_own_loss(config.optim.loss, brought, device)
+    return loss, loss
 
 
 def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
@@ -203,6 +233,7 @@ def build_layout(config: RunConfig, model: nn.Module) -> Layout:
             decay_norm_and_bias=config.optim.decay_norm_and_bias,
             adapt_norm_and_bias=config.optim.adapt_norm_and_bias,
             half=config.precision.compute in HALF,
+            layer_decay=config.optim.layer_decay,
         )
     )
 
@@ -225,21 +256,22 @@ def build_wire(config: RunConfig) -> Wire:
     return Wire(config.comm.wire, config.comm.division)
 
 
-def build_network(config: RunConfig, num_classes: int) -> nn.Module:
-    """The initialised network; the same weights on every rank."""
-    wanted = config.model
-    model = build_model(
-        wanted.name,
-        num_classes,
-        stem=wanted.stem,
-        width=wanted.width,
-        zero_init_residual=wanted.zero_init_residual,
-        batch_norm=wanted.batch_norm,
-        pool5_batch_norm=wanted.pool5_batch_norm,
-        dropout=wanted.dropout,
-        image_size=min([config.data.image_size, *(step.size for step in config.data.image_sizes)]),
-    )
-    initialize(model, config.train.seed)
+def build_network(config: RunConfig, num_classes: int, brought: Brought = NOTHING) -> nn.Module:
+    """The initialised network, its frozen parts frozen; the same weights on every rank."""
+    wanted, data = config.model, config.data
+    # Networks with keys of their own in [model] get those that mean them, any other the table of its settings.
+    own = {key: getattr(wanted, key) for key, (_, names) in wanted.only_with.items() if wanted.name in names}
+    if wanted.name == "alexnet":
+        own["pool5_batch_norm"] = wanted.pool5_batch_norm
+    sizes = (data.image_size, *(step.size for step in data.image_sizes))
+    try:
+        if wanted.name == GIVEN:
+            model = build_given(brought, num_classes, config.train.seed, sizes, wanted.settings)
+        else:
+            model = build_started(wanted.name, num_classes, config.train.seed, sizes, own | wanted.settings)
+        freeze(model, wanted.freeze)
+    except LockstepError as error:
+        raise SharedError(str(error)) from error
     return model
 
 
@@ -342,7 +374,8 @@ def build_train_pipeline(
         bad_share=data.bad_share,
         read_timeout_s=data.read_timeout_s,
         decoder=plan.decoder,
-        read_processes=plan.read_processes,
+        # Code of the user's stays in the process that it was given to.
+        read_processes=0 if isinstance(source, OwnData) else plan.read_processes,
         resident=data.resident,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

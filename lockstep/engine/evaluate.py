@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.data.pipeline import Batch
 from lockstep.engine.mistakes import Mistakes
-from lockstep.optim.loss import count_correct, cross_entropy_sum
+from lockstep.optim.loss import SummedLoss, count_correct, cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ def evaluate(
     world: World,
     dtype: torch.dtype = torch.float32,
     mistakes: Mistakes | None = None,
+    loss: SummedLoss = cross_entropy_sum,
     averages: bool = True,
 ) -> Accuracy:
     """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode.
@@ -47,19 +48,19 @@ def evaluate(
     statistics differ, as in training.
     """
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)
-    loss = torch.zeros(1, dtype=torch.float64, device=world.device)
+    total_loss = torch.zeros(1, dtype=torch.float64, device=world.device)
     model.eval()
     with averaged_statistics(model, world) if averages else contextlib.nullcontext():
         for batch in batches:
             logits = model(batch.images.to(dtype))
             counts[:2] += count_correct(logits, batch.labels, (1, 5))
             counts[2] += len(batch.labels)
-            loss += cross_entropy_sum(logits, batch.labels, 0.0)
+            total_loss += loss(logits, batch.labels)
             if mistakes:
                 mistakes.add(logits, batch.samples)
     model.train()
     correct1, correct5, total = world.sum(counts).tolist()
-    return Accuracy(correct1, correct5, total, world.sum(loss).item() / max(1, total))
+    return Accuracy(correct1, correct5, total, world.sum(total_loss).item() / max(1, total))
 
 
 @contextmanager
@@ -104,4 +105,16 @@ def fill_statistics(model: nn.Module, flat: Tensor) -> None:
 
 
 def _list_statistics(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return [buffer for buffer in list_statistics(model).values() if buffer.is_floating_point()]
+
+
+def list_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """What a network keeps besides its parameters, by name: batch norm's statistics, and whatever else it has."""
+    kept = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def list_passing(model: nn.Module) -> list[Tensor]:
+    """Buffers that a network does not keep: tables that it builds anew, scratch."""
+    kept = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name not in kept]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lockstep.comm.world import World, count_cores
 from lockstep.config import RunConfig
 from lockstep.data.given import GivenImages
+from lockstep.engine.brought import NOTHING, Brought
 from lockstep.engine.build import HALF, build_eval_pipeline, build_layout, build_network, set_number_formats
 from lockstep.engine.checkpoint import (
     NAME,
@@ -94,11 +95,12 @@ def load_run(
     device: str | torch.device | None = None,
     compute: Compute | None = None,
     warn: Callable[[str], None] = lambda text: None,
+    brought: Brought = NOTHING,
 ) -> TrainedNetwork:
     """The network of a run's folder, from its newest good checkpoint, or of one checkpoint's folder.
 
     If not given, `device` is a GPU where there is one, and `compute` the number format of the run; but FP16 on a CPU,
-    which is slow there, becomes FP32. `warn` hears of damaged checkpoints.
+    which is slow there, becomes FP32. `warn` hears of damaged checkpoints. `brought` is what a program gave to the run.
     """
     run, only = find_run(Path(path).expanduser())
     _, config = load_recipe(str(run / "config.toml"))
@@ -107,7 +109,7 @@ def load_run(
     computed = _with_compute(config, compute)
     checkpoint = _read_weights(run, only, warn)
     arrays, classes = checkpoint.files[MODEL], read_classes(run, checkpoint.state)
-    network = _build(computed, len(classes), arrays, checkpoint.path)
+    network = _build(computed, len(classes), arrays, checkpoint.path, brought)
     set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
     build_weights(network, build_layout(computed, network), device, HALF.get(compute, torch.float32))
@@ -207,14 +209,16 @@ def read_classes(run: Path, state: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"class {place}" for place in range(start.num_classes))
 
 
-def _build(config: RunConfig, num_classes: int, arrays: Mapping[str, Tensor], where: Path) -> nn.Module:
+def _build(
+    config: RunConfig, num_classes: int, arrays: Mapping[str, Tensor], where: Path, brought: Brought
+) -> nn.Module:
     """The network with these arrays in it; anything that does not fit is a sentence."""
     misfit = f"The checkpoint {where} does not fit the run's config.toml"
     # Before anything of that size is built, as the number may be forged.
     if not any(array.ndim and len(array) == num_classes for array in arrays.values()):
         raise LockstepError(f"{misfit}: its network does not tell {num_classes:,} classes apart.")
     try:
-        network = build_network(config, num_classes)
+        network = build_network(config, num_classes, brought)
     except (RuntimeError, MemoryError) as error:
         raise LockstepError(f"The network of {where} cannot be built ({str(error).splitlines()[0][:200]}).") from error
     expected = network.state_dict()

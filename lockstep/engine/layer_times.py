@@ -30,14 +30,16 @@ class Layer:
 
 
 def list_layers(model: nn.Module) -> list[Layer]:
-    """The layers in forward order; every parameter is in one."""
+    """The layers in forward order; every parameter that is trained is in one."""
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     slots: dict[str, list[str]] = {}
     name = ""
     for path, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear) and PROJECTION not in path.split("."):
             name = path
             slots[name] = []
-        if own := [f"{path}.{each}".lstrip(".") for each, _ in module.named_parameters(recurse=False)]:
+        own = [f"{path}.{each}".lstrip(".") for each, _ in module.named_parameters(recurse=False)]
+        if own := [each for each in own if each in trained]:
             slots.setdefault(name, []).extend(own)
     return [Layer(name, tuple(names)) for name, names in slots.items()]
 
@@ -49,8 +51,15 @@ class Begun:
     moments: dict[str, Moment] = field(default_factory=dict)
 
     def seconds(self, layers: Sequence[Layer]) -> list[float]:
-        """Each layer's, to the beginning of the next; the device must be done with the pass."""
-        moments = [self.moments[name] for name in (*(layer.name for layer in layers), END)]
+        """Each layer's, to the beginning of the next; the device must be done with the pass.
+
+        A layer that is never called as a module, as attention's last one, takes no time of its own: it begins where the
+        next one does.
+        """
+        names = [*(layer.name for layer in layers), END]
+        moments = [self.moments[END]]
+        for name in reversed(names[:-1]):
+            moments.insert(0, self.moments.get(name, moments[0]))
         return [max(0.0, seconds_between(begin, end)) for begin, end in pairwise(moments)]
 
 

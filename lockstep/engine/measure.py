@@ -14,6 +14,7 @@ from statistics import median
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.comm.cost import Timing
 from lockstep.comm.fusion import ReductionPlan
@@ -28,6 +29,7 @@ from lockstep.engine.messages import measure_messages
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.timeline import Passes, time_steps
 from lockstep.kernels import has_triton
+from lockstep.models import has_own_kernels
 from lockstep.plan.choose import (
     PLAIN,
     default_reduction,
@@ -53,9 +55,10 @@ READY_PASSES = 4
 OLDEST_GPU = (8, 0)  # for the own kernels, by compute capability
 
 
-def suits_own_kernels() -> bool:
-    """Whether Triton is there, and a GPU that it supports and that has the shared memory the kernels take."""
-    return has_triton() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_GPU
+def suits_own_kernels(model: nn.Module) -> bool:
+    """Whether the network has any, Triton is there, and a GPU that it supports with the shared memory they take."""
+    can = has_triton() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_GPU
+    return can and has_own_kernels(model)
 
 
 class Rig:

@@ -167,7 +167,8 @@ def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, pl
     rig = Rig(config, parts, world)
     rig.measure_messages()
     with put_back(parts):
-        for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=suits_own_kernels()):
+        has_own = suits_own_kernels(parts.model)
+        for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=has_own):
             rig.measure_execution(execution)
         best = rig.pick()
         if best and world.broadcast_value(is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)):

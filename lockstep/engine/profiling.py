@@ -32,6 +32,7 @@ from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import list_changing, put_back
 from lockstep.engine.timeline import Passes, time_steps
 from lockstep.errors import LockstepError
+from lockstep.models import find_own
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import list_executions
 from lockstep.plan.device import BatchTime, DeviceInput, DeviceProfile, LayerTime, SlotReady
@@ -88,7 +89,7 @@ def measure_batches(
     schedule = Schedule("constant", config.optim.lr, total_steps=1)
     parts = assemble(config, world, build_network(config, num_classes), schedule)
     parts.reducer.landing = "by buffer" if on_gpu else "at once"  # as among others
-    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels())
+    ways = list_executions(config.train, on_gpu=on_gpu, has_own_kernels=suits_own_kernels(parts.model))
     ways = [*ways, *([] if PLAIN in ways else [PLAIN])]
     bench = _Bench(config, parts, world)
     with put_back(parts):
@@ -276,7 +277,7 @@ class _Bench:
     def _count_kept(self, images: Batch) -> tuple[int, list[int]]:
         """As many channels as a recording's place has, so that no kernel is searched for twice."""
         model, values = self._parts.model, images.images.to(self._parts.dtype)
-        extra = getattr(model, "input_channels", values.shape[1]) - values.shape[1]
+        extra = find_own(model, "input_channels", values.shape[1]) - values.shape[1]
         padded = functional.pad(values, (0, 0, 0, 0, 0, extra)).contiguous(memory_format=torch.channels_last)
         return count_kept(model, self._layers, padded)
 

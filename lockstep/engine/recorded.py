@@ -32,6 +32,7 @@ from lockstep.engine.step import (
     update_weights,
 )
 from lockstep.engine.timing import Cut
+from lockstep.models import find_own
 
 # Steps launched from the same places before recording: kernels are compiled and chosen, which no recording can hold.
 WARM_UP_STEPS = 3
@@ -106,7 +107,7 @@ class RecordedStep:
     def _build_place(self, batch: Batch) -> Batch:
         count, channels, height, width = batch.images.shape
         # Tensor cores read four channels faster than three; the fourth stays zero.
-        channels = getattr(self._parts.model, "input_channels", channels)
+        channels = find_own(self._parts.model, "input_channels", channels)
         images = torch.zeros(count, height, width, channels, dtype=self._parts.dtype, device=batch.images.device)
         return replace(batch, images=images.permute(0, 3, 1, 2), labels=torch.zeros_like(batch.labels))
 

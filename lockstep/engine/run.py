@@ -4,11 +4,13 @@ import contextlib
 import hashlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Literal
 
 import torch
 
@@ -16,10 +18,13 @@ from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
-from lockstep.data.sources import check_root
+from lockstep.data.sources import check_root, hash_labels
+from lockstep.engine.brought import NOTHING, Brought, has_own_data
 from lockstep.engine.build import Progress, Sources, build_parts, open_sources
+from lockstep.engine.listener import Heard, OnEvent
 from lockstep.engine.owner import own_folder
 from lockstep.engine.scanned import share_scanned
+from lockstep.engine.start_weights import load_start
 from lockstep.engine.starting import has_finished, list_changes, phrase_finished
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
@@ -32,6 +37,7 @@ from lockstep.restarts import leave_outcome
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
+Outcome = Status | Literal["stopped"]  # by the program that listens
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
 
@@ -45,15 +51,19 @@ def run_rank(
     open_sink: Callable[[World, Path], Sink],
     progress: Progress | None = None,
     may_be_finished: bool = False,
-) -> Status:
+    brought: Brought = NOTHING,
+    on_event: OnEvent | None = None,
+    is_guest: bool = False,
+) -> Outcome:
     """Train as one rank of the world; rank 0's word on the run's `folder` counts.
 
-    A run that is finished is a mistake to resume, unless it `may_be_finished`.
+    A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A
+    guest in somebody's program never ends the process.
     """
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
-        watch_signals() as stop,
+        watch_signals(is_guest=is_guest) as stop,
         watch_ranks(world, config.comm.timeout_s),
         explain_failures(world),
         ExitStack() as held,
@@ -66,10 +76,16 @@ def run_rank(
         if world.is_first and not resume:
             prepare_folder(folder)
             write_config(folder, config)
-        sources = share_sources(config, world, progress)
-        parts = build_parts(config, world, sources)
+        sources = share_sources(config, world, progress, brought)
+        parts = build_parts(config, world, sources, brought)
+        # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
+        notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         sink = open_sink(world, folder)
+        if on_event and world.is_first:
+            sink = Heard(sink, on_event, stop.ask)
         try:
+            for note in notes:
+                sink.emit(Notice(level="info", text=note))
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
             if resume:
@@ -82,11 +98,17 @@ def run_rank(
                     if changes := describe_changes(folder, config):
                         sink.emit(Notice(level="info", text=changes))
                     write_config(folder, config)
-            return trainer.run()
+            return name_end(trainer.run(), stop, world)
         finally:
             sink.close()
             if parts.hybrid:
                 parts.hybrid.close()
+
+
+def name_end(status: Status, stop: StopRequest, world: World) -> Outcome:
+    """Whether it was whoever listens to rank 0 that ended an interrupted run."""
+    is_asked = status == "interrupted" and world.broadcast_value(stop.is_asked and not stop.signal)
+    return "stopped" if is_asked else status
 
 
 def check_alike(config: RunConfig, world: World) -> None:
@@ -127,12 +149,16 @@ def write_config(folder: Path, config: RunConfig) -> None:
         ) from error
 
 
-def share_sources(config: RunConfig, world: World, progress: Progress | None) -> Sources:
+def share_sources(config: RunConfig, world: World, progress: Progress | None, brought: Brought = NOTHING) -> Sources:
     """The data on every rank; one rank of each node goes first, because it may have images to render.
 
     An image folder is scanned by rank 0 alone: thousands of ranks that ask a file server for a million names each would
     wait for it longer than they train.
     """
+    if has_own_data(config.data.source):
+        own = open_sources(config.data, progress, brought)
+        check_same_data(own, world)
+        return own
     if config.data.source == "generated":
         sources = open_sources(config.data, progress) if world.local_rank == 0 else None
         world.barrier()
@@ -149,16 +175,39 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None) ->
     return scanned
 
 
-@contextmanager
-def watch_signals() -> Iterator[StopRequest]:
-    """While inside, a stop signal is only noted, and the trainer acts on it between two steps; a second one ends it."""
-    request = StopRequest()
+def check_same_data(sources: Sources, world: World) -> None:
+    """Refuse ranks whose programs opened other data: each must have all of it, and takes its share of every batch."""
+    own = [[split.num_samples, hash_labels(split.classes, split.labels)] for split in (sources.train, sources.val)]
+    first, *others = world.gather_values(own)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            raise SharedError(
+                f"Rank {rank} has other data than rank 0 ({theirs[0][0]} and {first[0][0]} training samples, or other "
+                "labels); give every rank all of the data, and Lockstep shares it out."
+            )
 
-    def note(number: int, _frame: FrameType | None) -> None:
+
+@contextmanager
+def watch_signals(*, is_guest: bool = False) -> Iterator[StopRequest]:
+    """While inside, a stop signal is only noted, and the trainer acts on it between two steps; a second one ends it.
+
+    In a guest the second Ctrl-C is an exception instead; signals reach the main thread alone.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if is_guest and request.signal == number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
         request.signal = number
 
     before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
+        if is_guest:
+            yield request
+            return
         # Whoever asks twice does not want the rank started again.
         with end_on_second((signal.SIGINT, signal.SIGTERM), partial(leave_outcome, environment=os.environ)):
             yield request

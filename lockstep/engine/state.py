@@ -21,9 +21,16 @@ from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.counters import CLASSES, check_counters, name_classes
-from lockstep.engine.evaluate import averaged_statistics, fill_statistics, flatten_statistics, gather_statistics
+from lockstep.engine.evaluate import (
+    averaged_statistics,
+    fill_statistics,
+    flatten_statistics,
+    gather_statistics,
+    list_passing,
+    list_statistics,
+)
 from lockstep.errors import LockstepError, SharedError
-from lockstep.optim.storage import load_named, named_arrays
+from lockstep.optim.storage import fill_constants, load_named, named_arrays
 
 RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
 
@@ -51,7 +58,7 @@ class Changing:
     """Every array that a step changes. Whatever is added to a step that lasts beyond it is added here."""
 
     over_layout: dict[str, Tensor]  # flat, over the layout: the master weights, and what the update rule keeps
-    statistics: dict[str, Tensor]  # of batch norm, by the network's names
+    statistics: dict[str, Tensor]  # of batch norm, and the network's other buffers, by its names
     counters: dict[str, Tensor]  # a few numbers each
 
     def arrays(self) -> list[Tensor]:
@@ -63,7 +70,7 @@ def list_changing(parts: Parts) -> Changing:
     """What a step of these parts changes; the half weights follow by `refresh`."""
     return Changing(
         over_layout={"weights": parts.weights, **parts.rule.state()},
-        statistics=dict(parts.model.named_buffers()),
+        statistics=list_statistics(parts.model),
         counters={"rule_steps": parts.rule.count, **(parts.loss_scale.arrays() if parts.loss_scale else {})},
     )
 
@@ -71,12 +78,13 @@ def list_changing(parts: Parts) -> Changing:
 def refresh(parts: Parts) -> None:
     """Bring what is derived up to date after the arrays were changed from outside a step."""
     parts.half_weights.copy_(parts.weights[: parts.layout.split])
+    fill_constants(parts.model, parts.constants)
 
 
 @contextmanager
 def put_back(parts: Parts) -> Iterator[None]:
     """Whatever steps change within, changes back."""
-    arrays = list_changing(parts).arrays()
+    arrays = [*list_changing(parts).arrays(), *list_passing(parts.model)]
     # Kept on the host, so that trials need no more device memory than the run.
     before = [array.to("cpu", copy=True) for array in arrays]
     try:
@@ -200,7 +208,7 @@ def load_state(
         raise SharedError(failure)
     counters = world.broadcast_value(counters, source)
     changing = list_changing(parts)
-    for array in (*changing.over_layout.values(), *changing.statistics.values()):
+    for array in (*changing.over_layout.values(), *changing.statistics.values(), *parts.constants.values()):
         world.broadcast(array, source)
     if counters["has_ranks"]:
         _share_ranks(parts, world, ranks, source)
@@ -239,7 +247,8 @@ def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
     """The network under its usual parameter names, and the update rule's arrays under the same."""
     changing = list_changing(parts)
     network = named_arrays(parts.weights, parts.layout)
-    network |= {name: buffer.detach().contiguous() for name, buffer in changing.statistics.items()}
+    network |= parts.constants  # what is not trained belongs to the network all the same
+    network |= {name: buffer.detach().clone() for name, buffer in changing.statistics.items()}
     optimizer = {
         f"{kind}/{name}": array
         for kind, flat in changing.over_layout.items()
@@ -300,12 +309,13 @@ def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
     network = files["model"]
     for kind, flat in changing.over_layout.items():
         if kind == "weights":
-            own = {name: array for name, array in network.items() if name not in changing.statistics}
+            kept = changing.statistics.keys() | parts.constants.keys()
+            own = {name: array for name, array in network.items() if name not in kept}
         else:
             prefix = f"{kind}/"
             own = {n.removeprefix(prefix): array for n, array in files["optimizer"].items() if n.startswith(prefix)}
         load_named(flat, parts.layout, own)
-    for name, buffer in changing.statistics.items():
-        if name not in network or network[name].shape != buffer.shape:
+    for name, values in (changing.statistics | parts.constants).items():
+        if name not in network or network[name].shape != values.shape:
             raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
-        buffer.copy_(network[name])
+        values.copy_(network[name])

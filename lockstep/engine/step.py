@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
-from lockstep.optim.loss import count_correct, cross_entropy_sum
+from lockstep.optim.loss import count_correct
 
 # Places in the reducer's side numbers; behind them lies what `drift.py` compares.
 STOP, LOSS, CORRECT, GIVEN_UP, SLOW = 0, 1, 2, 3, 4
@@ -57,7 +57,7 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, a
             reducer.side[GIVEN_UP] = 1
             break
         logits = parts.model(images[part].to(parts.dtype))
-        loss = cross_entropy_sum(logits, labels[part], parts.label_smoothing) / global_size
+        loss = parts.loss(logits, labels[part]) / global_size
         reducer.side[LOSS] += loss.detach()
         reducer.side[CORRECT] += count_correct(logits, labels[part], (1,))[0]
         parts.clock.cut("forward")

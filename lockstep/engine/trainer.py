@@ -32,6 +32,7 @@ from lockstep.engine.opening import describe_chosen, describe_start, predict_run
 from lockstep.engine.planning import Chosen, choose_plan, default_plan_folder
 from lockstep.engine.resume import list_evaluated, take_up
 from lockstep.engine.snapshot import Snapshots
+from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, SLOW, STOP, is_given_up
 from lockstep.errors import LockstepError, SharedError
@@ -59,9 +60,18 @@ MANY_CLASSES = 5  # of no more than so many, one is always among the five best
 
 @dataclass
 class StopRequest:
-    """The stop signal this rank has received, if any."""
+    """The stop signal this rank has received, if any, and whether somebody who listens to the run asked for its end."""
 
     signal: int = 0
+    is_asked: bool = False
+
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self.signal) or self.is_asked
+
+    def ask(self) -> None:
+        """Whoever listens wants the run to end."""
+        self.is_asked = True
 
 
 class Trainer:
@@ -228,7 +238,7 @@ class Trainer:
         return "finished"
 
     def _is_asked(self) -> bool:
-        return bool(self.stop.signal)
+        return self.stop.is_wanted
 
     def _give_up(self, batch: Batch) -> None:
         """Leave the run as it was before the step at hand, which no rank has taken."""
@@ -360,7 +370,8 @@ class Trainer:
     def _evaluate(self) -> None:
         start = time.perf_counter()
         mistakes = Mistakes(self.sources.val, self.world) if self._is_last else None
-        result = evaluate(self.parts.model, self.evaluation, self.world, self.parts.dtype, mistakes)
+        parts = self.parts
+        result = evaluate(parts.model, self.evaluation, self.world, parts.dtype, mistakes, loss=parts.eval_loss)
         num_bad = self.input.name_bad(self.evaluation, "it was left out")
         self._emit(
             Evaluated(
@@ -419,6 +430,8 @@ class Trainer:
         taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
         if taken_up is None:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
+            for note in load_start(self.config.model.weights, self.parts, self.world, len(self.sources.train.classes)):
+                self._inform(note)
             return True
         self.state, written = taken_up.state, taken_up.written
         evaluated = list_evaluated(self.folder) if self.world.is_first else set()

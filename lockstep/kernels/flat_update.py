@@ -87,6 +87,9 @@ class FlatUpdate:
         self._slots = torch.tensor(slots, dtype=torch.int32, device=device)
         decays = [weight_decay if slot.decay else 0.0 for slot in layout.slots]
         self._decays = torch.tensor(decays, device=device)
+        factors = [slot.rate for slot in layout.slots]
+        self._is_layered = any(factor != 1.0 for factor in factors)
+        self._factors = torch.tensor(factors, device=device)
         self._partials = torch.zeros(2 * self._num_tiles, device=device)
         self._rates = torch.zeros(self._num_slots, device=device)
         self._is_bad = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
@@ -112,7 +115,7 @@ class FlatUpdate:
         # Without a scale these are never touched either.
         state = count if scale is None else scale.state
         switches = {"SCALED": scale is not None, "CLIPPED": self._clip_norm > 0}
-        rule = {"ADAPTS": self._adapts, "MOMENTS": self._has_moments}
+        rule = {"ADAPTS": self._adapts, "MOMENTS": self._has_moments, "LAYERED": self._is_layered}
         tiling = self.tiling
         shape = {"BLOCK": tiling.block, "HALF_VECTOR": tiling.half_vector, "num_warps": tiling.num_warps}
 
@@ -167,6 +170,7 @@ class FlatUpdate:
                 self._rates,
                 self._is_bad,
                 self._is_bad if scale is None else scale.overflows,
+                self._factors,
                 self._trust_coefficient,
                 self._epsilon,
                 **self._logarithms,
@@ -184,6 +188,7 @@ class FlatUpdate:
             second,
             self._rates,
             self._decays,
+            self._factors,
             lr,
             self._control,
             count,

@@ -154,17 +154,19 @@ def settle_slots(
     rates,
     is_bad,
     overflows,
+    factors,
     trust_coefficient,
     epsilon,
     log_beta1,
     log_beta2,
     ADAPTS: tl.constexpr,
     MOMENTS: tl.constexpr,
+    LAYERED: tl.constexpr,
     SCALED: tl.constexpr,
     CLIPPED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a slot: its norms, its rate lr·λ, and whether its gradient is finite."""
+    """One program a slot: its norms, its rate lr·λ, by its factor if `LAYERED`, and whether its gradient is finite."""
     slot = tl.program_id(0)
     begin, end = tl.load(slots + 3 * slot), tl.load(slots + 3 * slot + 1)
     adapts = tl.load(slots + 3 * slot + 2) != 0
@@ -184,6 +186,8 @@ def settle_slots(
         inverse = 1.0 / tl.load(scale)
     trusted = adapts & (w_norm > 0) & (g_norm > 0)
     rate = tl.load(lr)
+    if LAYERED:
+        rate *= tl.load(factors + slot)
     if ADAPTS:
         divisor = g_norm  # LAMB's is that of r
         if not MOMENTS:

@@ -55,6 +55,7 @@ def update_tile(
     second,
     rates,
     decays,
+    factors,
     lr,
     control,
     inverse,
@@ -67,6 +68,7 @@ def update_tile(
     epsilon,
     ADAPTS: tl.constexpr,
     MOMENTS: tl.constexpr,
+    LAYERED: tl.constexpr,
     NESTEROV: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
@@ -95,10 +97,13 @@ def update_tile(
     else:
         d = g + decay * w
         m = momentum * m + d
+        rate = tl.load(lr)
+        if LAYERED:
+            rate *= tl.load(factors + slot)
         if NESTEROV:
-            w -= tl.load(lr) * (d + momentum * m)
+            w -= rate * (d + momentum * m)
         else:
-            w -= tl.load(lr) * m
+            w -= rate * m
     tl.store(first + offsets, m, mask, eviction_policy=EVICT)
     tl.store(weights + offsets, w, mask, eviction_policy=EVICT)
     if start < split:
@@ -117,6 +122,7 @@ def update_tiles(
     second,
     rates,
     decays,
+    factors,
     lr,
     control,
     count,
@@ -138,6 +144,7 @@ def update_tiles(
     ceiling,
     ADAPTS: tl.constexpr,
     MOMENTS: tl.constexpr,
+    LAYERED: tl.constexpr,
     NESTEROV: tl.constexpr,
     HALF_VECTOR: tl.constexpr,
     SCALED: tl.constexpr,
@@ -171,6 +178,7 @@ def update_tiles(
             second,
             rates,
             decays,
+            factors,
             lr,
             control,
             inverse,
@@ -183,6 +191,7 @@ def update_tiles(
             epsilon,
             ADAPTS,
             MOMENTS,
+            LAYERED,
             NESTEROV,
             HALF_VECTOR,
             EVICT,

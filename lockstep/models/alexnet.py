@@ -10,12 +10,15 @@ from torch.nn import functional
 
 from lockstep.errors import LockstepError
 from lockstep.models.norm import BatchNorm, BatchNormRelu, BatchNormReluPool
+from lockstep.models.registry import register
 
 FULLY_CONNECTED = 4096
 
 
 class AlexNet(nn.Module):
     """Five convolutions (`features`) and three fully connected layers (`classifier`)."""
+
+    takes_half = True  # see `mixed.py`
 
     def __init__(self, features: nn.Sequential, classifier: nn.Sequential) -> None:
         super().__init__()
@@ -101,3 +104,16 @@ def build_alexnet(
         nn.Linear(FULLY_CONNECTED, num_classes),
     )
     return AlexNet(features, classifier)
+
+
+@register("alexnet", initialize=True)
+def build_named(
+    num_classes: int,
+    *,
+    image_size: int,
+    batch_norm: bool = True,
+    pool5_batch_norm: bool = True,
+    dropout: float = 0.5,
+) -> AlexNet:
+    """`build_alexnet` with its settings by name."""
+    return build_alexnet(num_classes, batch_norm, pool5_batch_norm, dropout, image_size)

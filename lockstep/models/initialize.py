@@ -4,7 +4,11 @@ Every rank draws the same numbers whatever its random state, device or memory fo
 """
 
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +32,21 @@ def initialize(model: nn.Module, seed: int) -> None:
             nn.init.zeros_(module.bias)
     if isinstance(model, ResNet) and model.zero_init_residual:
         _zero_residuals(model)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """While inside, a network that draws its own weights draws the same on every rank; others' draws go on after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @torch.no_grad()

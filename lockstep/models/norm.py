@@ -44,7 +44,7 @@ class BatchNorm(nn.BatchNorm2d):
 
     def add_relu(self, x: Tensor, shortcut: Tensor, shortcut_norm: "BatchNorm | None" = None) -> Pair:
         """relu(norm(x) + shortcut), the shortcut through its own norm where it has one."""
-        if self._is_fused:
+        if self._is_fused and (shortcut_norm is None or shortcut_norm.training):
             operands = (self, x, shortcut_norm, shortcut, *parameters_of(self), *parameters_of(shortcut_norm))
             pair: Pair = _NormAddRelu.apply(*operands)  # type: ignore[no-untyped-call]
             return pair

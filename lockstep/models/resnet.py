@@ -9,8 +9,10 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lockstep.errors import LockstepError
 from lockstep.models.chain import Pointwise, Tail, convolve
 from lockstep.models.norm import BatchNorm, Pair, Summed
+from lockstep.models.registry import register
 
 StemName = Literal["imagenet", "cifar"]
 
@@ -141,6 +143,8 @@ class ResNet(nn.Module):
     """A stem, four stages, the mean over the image, a classifier; later stages halve the side, double the channels."""
 
     fused = False  # as in the modules below, by `set_fused`
+    takes_half = True  # see `mixed.py`
+    has_frozen_norm = False  # set by `freeze.py`: the chain takes every norm's statistics from the batch
 
     def __init__(
         self,
@@ -181,7 +185,8 @@ class ResNet(nn.Module):
 
     def _run_blocks(self, pair: Pair) -> Tensor:
         stages = (self.layer1, self.layer2, self.layer3, self.layer4)
-        if self.fused and self.training and isinstance(self.layer1[0], Bottleneck):
+        chains = self.fused and self.training and not self.has_frozen_norm
+        if chains and isinstance(self.layer1[0], Bottleneck):
             return run_chain([block for stage in stages for block in stage], pair)  # type: ignore[misc]
         for stage in stages:
             pair = stage(pair)
@@ -200,3 +205,28 @@ def build_resnet(
     """Build a ResNet; `width` scales every stage, 64 being the published network."""
     block, stage_blocks = PLANS[depth]
     return ResNet(block, stage_blocks, num_classes, stem, width, zero_init_residual)
+
+
+RESNET_DEPTHS = {f"resnet{depth}": depth for depth in PLANS}
+
+
+def build_sized(
+    num_classes: int,
+    *,
+    depth: int,
+    image_size: int,
+    stem: StemName = "imagenet",
+    width: int = 64,
+    zero_init_residual: bool = True,
+) -> ResNet:
+    """Build a ResNet for square images of `image_size`; too small ones would vanish on the way."""
+    if image_size < STRIDE[stem]:
+        raise LockstepError(
+            f"resnet{depth} with the {stem} stem needs images of at least {STRIDE[stem]} pixels, not {image_size}: "
+            "enlarge data.image_size" + (" or set model.stem = 'cifar'." if stem == "imagenet" else ".")
+        )
+    return build_resnet(depth, num_classes, stem, width, zero_init_residual)
+
+
+for _name, _depth in RESNET_DEPTHS.items():
+    register(_name, initialize=True, depth=_depth)(build_sized)

@@ -48,7 +48,7 @@ class AdamW(Rule):
 
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         update = self._direct(weights, gradients)
-        torch._foreach_mul_(update, lr)
+        self.segments.scale(update, self.segments.rates(lr))
         torch._foreach_sub_(weights, update)
 
     def _direct(self, weights: Slots, gradients: Slots) -> Slots:

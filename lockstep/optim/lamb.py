@@ -21,7 +21,7 @@ class Lamb(AdamW):
         slots, update = self.segments, self._direct(weights, gradients)
         w_norm, r_norm = slots.norms(weights), slots.norms(update)
         self._trust = trust = slots.trust(w_norm / r_norm, w_norm, r_norm)
-        slots.scale(update, lr * trust)
+        slots.scale(update, slots.rates(lr) * trust)
         torch._foreach_sub_(weights, update)
 
     def _read_trust(self, w_norm: Tensor, g_norm: Tensor, second_norm: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Lars(Rule):
         w_norm, g_norm = slots.norms(weights), slots.norms(gradients)
         self._trust = trust = self._ratios(w_norm, g_norm)
         slots.add_decay(gradients, weights, self.weight_decay)
-        slots.scale(gradients, lr * trust)
+        slots.scale(gradients, slots.rates(lr) * trust)
         momentum = slots.split(self._state["momentum"])
         for update, v in zip(gradients, momentum, strict=True):
             torch.add(update, v, alpha=self.momentum, out=v)

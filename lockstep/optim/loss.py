@@ -3,14 +3,66 @@
 The engine divides by the global batch, so averages are exact however unevenly the samples are shared among the ranks.
 """
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+
+from lockstep.errors import LockstepError
+from lockstep.named import describe, phrase_error
+
+SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the sum over the samples
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The cross-entropy summed over the batch, in FP32 whatever the logits' precision."""
     return functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
+
+
+class OwnLoss:
+    """A user's loss: (FP32 logits, labels) → one value a sample, or their mean; here it becomes a sum.
+
+    A class is called once, without arguments, for the loss itself. A module is copied to the device.
+    """
+
+    def __init__(self, loss: Any, device: torch.device) -> None:
+        self._name = describe(loss)
+        try:
+            self._loss = loss() if isinstance(loss, type) else loss
+            if isinstance(self._loss, nn.Module):
+                self._loss = copy.deepcopy(self._loss).to(device)
+        except Exception as error:
+            raise self._refuse(f"cannot be built: {phrase_error(error)}") from error
+        if not callable(self._loss):
+            raise self._refuse("is not callable; give a function of logits and labels")
+        if isinstance(self._loss, nn.Module) and next(self._loss.parameters(), None) is not None:
+            raise self._refuse("has parameters, which nobody would train; make them a part of the network, or buffers")
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        count = len(labels)
+        if not count:  # of which a mean would be no number
+            return logits.float().sum()
+        try:
+            value = self._loss(logits.float(), labels)
+        except LockstepError:
+            raise
+        except torch.OutOfMemoryError:  # for which there is a sentence
+            raise
+        except Exception as error:
+            raise self._refuse(f"failed: {phrase_error(error)}") from error
+        if not isinstance(value, Tensor) or value.shape not in (torch.Size(()), torch.Size((count,))):
+            got = f"a tensor of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise self._refuse(f"gave {got} for {count} samples; return one value for each, or their mean")
+        if torch.is_grad_enabled() and not value.requires_grad:
+            raise self._refuse("gave a value without a gradient; compute it from the logits, by torch's operations")
+        value = value.float()
+        return value.sum() if value.dim() else value * count
+
+    def _refuse(self, problem: str) -> LockstepError:
+        return LockstepError(f"The loss {self._name} {problem}.")
 
 
 @torch.no_grad()

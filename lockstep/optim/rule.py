@@ -44,6 +44,14 @@ class Segments:
         self._decay = [slot.decay for slot in layout.slots]
         self.decay = torch.tensor(self._decay, device=device)
         self.adapt = torch.tensor([slot.adapt for slot in layout.slots], device=device)
+        rates = [slot.rate for slot in layout.slots]
+        self._rates = torch.tensor(rates, device=device) if set(rates) - {1.0} else None
+        kinds = list(zip(self._decay, rates, strict=True))
+        # Slots of the same decay and learning-rate factor, by number; those that decay first.
+        self.groups = [
+            (*kind, [number for number, own in enumerate(kinds) if own == kind])
+            for kind in sorted(set(kinds), reverse=True)
+        ]
 
     def split(self, flat: Tensor) -> Slots:
         """The slots of a flat array, without the padding between them."""
@@ -52,6 +60,10 @@ class Segments:
     def where_decay(self, slots: Slots, decay: bool) -> Slots:
         """The slots that get weight decay, or those that do not."""
         return [values for values, decays in zip(slots, self._decay, strict=True) if decays == decay]
+
+    def rates(self, lr: Tensor) -> Tensor:
+        """The learning rate, or that of every slot where they differ."""
+        return lr if self._rates is None else lr * self._rates
 
     def norms(self, slots: Slots) -> Tensor:
         """The L2 norm of every slot."""
@@ -66,8 +78,8 @@ class Segments:
             torch._foreach_add_(self.where_decay(update, True), self.where_decay(weights, True), alpha=weight_decay)
 
     def scale(self, slots: Slots, factors: Tensor) -> None:
-        """Multiply every slot by its factor, which stays on the device."""
-        torch._foreach_mul_(slots, list(factors.unbind()))
+        """Multiply every slot by its factor, or all by one; factors stay on the device."""
+        torch._foreach_mul_(slots, list(factors.unbind()) if factors.dim() else factors)
 
     def trust(self, ratios: Tensor, *norms: Tensor) -> Tensor:
         """The trust ratio where a slot adapts and none of its norms is zero; 1 elsewhere."""

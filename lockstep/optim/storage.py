@@ -35,6 +35,27 @@ def build_weights(
     return master, half
 
 
+@torch.no_grad()
+def hold_constants(model: nn.Module, layout: Layout, half: set[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of the parameters that the layout has no slot for; the model computes with those of `half` in `dtype`."""
+    slots = {slot.name for slot in layout.slots}
+    constants = {}
+    for name, parameter in model.named_parameters():
+        if name in slots:
+            continue
+        constants[name] = parameter.detach().clone(memory_format=torch.contiguous_format)
+        if name in half and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return constants
+
+
+@torch.no_grad()
+def fill_constants(model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+    """Let the model compute with what the constants hold now."""
+    for name, values in constants.items():
+        model.get_parameter(name).copy_(values)
+
+
 def views(flat: Tensor, layout: Layout) -> list[Tensor]:
     """Each slot of a flat array as a tensor of its parameter's shape; convolution weights lie channels-last."""
     return [_view(flat, slot, slot.offset) for slot in layout.slots]

@@ -89,7 +89,8 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
 def _tell_training(subject: Subject, history: History | None) -> str:
     config = subject.config
     data, optim, train = config.data, config.optim, config.train
-    source = "generated images" if data.source == "generated" else f"the image folder or pack {data.path}"
+    known = {"generated": "generated images", "folder": f"the image folder or pack {data.path}"}
+    source = known.get(data.source, f"a data set of its user's ({data.source})")
     facts = [("data", source)]
     if history:
         start, summary = history.start, history.summary

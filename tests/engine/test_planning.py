@@ -205,7 +205,8 @@ def test_own_kernels_are_for_gpus_that_triton_supports(
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert suits_own_kernels() is suits
+    assert suits_own_kernels(build_network(small_config("fp16"), 10)) is suits
+    assert not suits_own_kernels(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
 
 
 @pytest.mark.gpu

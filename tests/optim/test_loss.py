@@ -7,8 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
 
-from lockstep.optim.loss import count_correct, cross_entropy_sum
+from lockstep.errors import LockstepError
+from lockstep.optim.loss import OwnLoss, count_correct, cross_entropy_sum
 
 
 def reference_loss(logits: Any, labels: Any, smoothing: float) -> float:
@@ -62,3 +65,66 @@ def test_with_fewer_than_five_classes_every_label_is_in_the_top_five() -> None:
 
 def test_logits_that_are_not_numbers_are_never_correct() -> None:
     assert count_correct(torch.full((3, 10), torch.nan), torch.tensor([0, 1, 2])).tolist() == [0, 0]
+
+
+CPU = torch.device("cpu")
+
+
+def draw_logits(count: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randn(count, 5, generator=generator).to(dtype).requires_grad_()
+    return logits, torch.randint(5, (count,), generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_an_own_loss_sample_by_sample_has_the_gradients_of_the_built_in_one(
+    smoothing: float, dtype: torch.dtype
+) -> None:
+    """To the last bit; the mean to rounding."""
+    logits, labels = draw_logits(7, dtype)
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value / 13, logits)[0]
+
+    expected = cross_entropy_sum(logits, labels, smoothing)
+    each = OwnLoss(lambda x, y: functional.cross_entropy(x, y, reduction="none", label_smoothing=smoothing), CPU)
+    mean = OwnLoss(nn.CrossEntropyLoss(label_smoothing=smoothing), CPU)
+    wanted = gradient(expected)
+    assert torch.equal(gradient(each(logits, labels)), wanted)
+    torch.testing.assert_close(each(logits, labels), expected)
+    torch.testing.assert_close(mean(logits, labels), expected)
+    torch.testing.assert_close(gradient(mean(logits, labels)), wanted)
+
+
+def test_an_own_loss_sees_fp32_and_of_no_samples_is_zero() -> None:
+    seen = []
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(logits.dtype)
+        return logits.mean()
+
+    logits, labels = draw_logits(3, torch.float16)
+    OwnLoss(loss, CPU)(logits, labels)
+    assert seen == [torch.float32]
+    assert OwnLoss(loss, CPU)(logits[:0], labels[:0]).item() == 0
+    assert OwnLoss(nn.CrossEntropyLoss, CPU)(logits, labels).item() > 0  # a class is called once
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda x, y: x, r"gave a tensor of \[4, 5\] for 4 samples; return one value for each, or their mean"),
+        (lambda x, y: 1.5, "gave a float for 4 samples"),
+        (lambda x, y: x.detach().mean(), "gave a value without a gradient"),
+        (lambda x, y: x @ y, "failed: RuntimeError"),
+        (lambda x: x, "failed: TypeError"),
+        (3, "The loss int is not callable"),
+        (nn.Linear(5, 1), "The loss Linear has parameters"),
+        (nn.Linear, "The loss Linear cannot be built: TypeError"),
+    ],
+)
+def test_a_loss_that_is_none_is_one_sentence(loss: Any, words: str) -> None:
+    with pytest.raises(LockstepError, match=words) as caught:
+        OwnLoss(loss, CPU)(*draw_logits(4))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,369 @@
+"""Lockstep from Python, and what the command `train` calls (step 0 on the walk). One page: docs/api.md.
+
+    result = lockstep.train("quickstart", set={"train.duration": "2ep"}, out="runs/mine")
+    print(result.accuracy, result.load().classes)
+
+One process is the only rank, or joins the world of torchrun or Slurm. More ranks than one that a program asks for are
+processes of their own (`apart.py`): the program may have threads and a GPU in use, and cannot be forked.
+"""
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from lockstep.config import RunConfig, show, to_toml
+from lockstep.engine.starting import (
+    MAX_SUMMARY_BYTES,
+    Resume,
+    Start,
+    has_finished,
+    phrase_finished,
+    phrase_go_on,
+    plan_start,
+)
+from lockstep.errors import LockstepError
+from lockstep.events import Event
+from lockstep.files import read_small
+from lockstep.named import GIVEN, describe, find_name, is_name, name_being_imported
+from lockstep.processes import end_on_second, quit_on_interrupt
+from lockstep.report.sinks import parse_viewers
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lockstep.comm.world import World
+    from lockstep.engine.brought import Brought
+    from lockstep.engine.inference import Prediction, TrainedNetwork
+    from lockstep.events import Sink
+
+Settings = Mapping[str, Any] | Sequence[str]
+OnEvent = Callable[[Event], object]
+Outcome = Literal["finished", "interrupted", "stopped"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be done, as the command line says it."""
+
+    target: str  # a recipe's name, a file, or a run's folder
+    settings: tuple[str, ...] = ()  # each `key=value`
+    out: Path | None = None
+    resume: Resume = "no"
+    ranks: str | None = None
+    restarts: int = 0
+    log: str = ""
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended: a word, or the status that a launcher's ranks left."""
+
+    folder: Path
+    outcome: Outcome
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run that has ended well, or that the program itself has stopped."""
+
+    folder: Path
+    summary: dict[str, Any]  # as `summary.json` has it; empty on a rank that does not see that file
+    _model: Any = field(default=None, repr=False)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Top-1 on the validation data, in [0, 1]; None before the first evaluation."""
+        return self.summary.get("top1")
+
+    def load(self, *, device: "str | Any | None" = None) -> "TrainedNetwork":
+        """The trained network, its classes and its configuration, from the newest checkpoint."""
+        return load(self.folder, model=self._model, device=device)
+
+
+def train(
+    recipe: "str | Path | RunConfig",
+    *,
+    set: Settings = (),
+    out: "str | Path | None" = None,
+    ranks: "int | str | None" = None,
+    resume: "bool | Literal['auto']" = False,
+    model: "str | nn.Module | Callable[..., nn.Module] | None" = None,
+    data: Any = None,
+    loss: "str | Callable[..., Any] | None" = None,
+    on_event: OnEvent | None = None,
+    restarts: int = 0,
+    log: str = "",
+    quiet: bool = False,
+) -> Result:
+    """Train a recipe and wait for its end; a mistake is a LockstepError of one sentence.
+
+    `recipe` is a name, a file, a run's folder or a RunConfig. `model`, `data` and `loss` replace the recipe's own, and
+    `on_event` hears every record of `lockstep.events`. Ctrl-C leaves a checkpoint and is then raised.
+    """
+    if module := name_being_imported():
+        raise LockstepError(
+            f'{module} trains while it is being imported; put the call under if __name__ == "__main__".'
+        )
+    settings, brought = bring(set, model, data, loss)
+    with _as_target(recipe) as target:
+        asked = Asked(
+            target,
+            settings,
+            Path(out) if out is not None else None,
+            "auto" if resume == "auto" else "yes" if resume else "no",
+            str(ranks) if ranks is not None else None,
+            restarts,
+            log,
+            quiet,
+        )
+        ended = carry_out(asked, brought, on_event, is_guest=True)
+    if ended.outcome == "interrupted":
+        raise KeyboardInterrupt(f"{ended.folder} was interrupted, and goes on with resume=True.")
+    return Result(ended.folder, _read_summary(ended.folder), brought.model)
+
+
+def load(
+    run: "str | Path", *, model: "nn.Module | Callable[..., nn.Module] | None" = None, device: "str | Any | None" = None
+) -> "TrainedNetwork":
+    """The network of a run's folder or of one checkpoint's; `model` again where the program had given it."""
+    from lockstep.engine.brought import Brought
+    from lockstep.engine.inference import load_run
+
+    return load_run(run, device=device, brought=Brought(model=model))
+
+
+def predict(trained: "TrainedNetwork", images: "Sequence[str | Path | bytes]", *, top: int = 5) -> "list[Prediction]":
+    """The `top` classes of each image: files, or encoded images in memory."""
+    from lockstep.engine.inference import predict
+
+    return predict(trained, images, top=top)
+
+
+def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, ...], Brought]":
+    """Arguments as settings; what has no name that another process could look up stays an object."""
+    from lockstep.engine.brought import Brought
+
+    settings = [*_list_settings(set)]
+    objects: dict[str, Any] = {}
+    if data is not None and (isinstance(data, Path) or (isinstance(data, str) and not is_name(data))):
+        settings += [_write_setting("data.source", "folder"), _write_setting("data.path", str(data))]
+        data = None
+    for argument, key, value in (
+        ("model", "model.name", model),
+        ("data", "data.source", data),
+        ("loss", "optim.loss", loss),
+    ):
+        if value is None:
+            continue
+        name = value if isinstance(value, str) else find_name(value)
+        settings.append(_write_setting(key, name or GIVEN))
+        if not name:
+            objects[argument] = value
+    return tuple(settings), Brought(**objects)
+
+
+def _list_settings(given: Settings) -> list[str]:
+    if isinstance(given, str):
+        raise LockstepError(f"set = {show(given)} must be a mapping of settings, or a list of texts key=value.")
+    if isinstance(given, Mapping):
+        return [_write_setting(str(key), value) for key, value in given.items()]
+    return [str(text) for text in given]
+
+
+def _write_setting(key: str, value: Any) -> str:
+    return f"{key}={_write_value(key, value)}"
+
+
+def _write_value(key: str, value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_write_value(key, item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_write_value(key, item) for item in value) + "]"
+    if value is None or callable(value):
+        raise LockstepError(f"{key} = {describe(value)} is no setting; give text, a number, true or false, or a list.")
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+@contextmanager
+def _as_target(recipe: "str | Path | RunConfig") -> Iterator[str]:
+    """A recipe as the command line takes it: a configuration becomes a file while it is needed."""
+    if not isinstance(recipe, RunConfig):
+        yield str(recipe)
+        return
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        file = Path(folder) / "custom.toml"
+        file.write_text(to_toml(recipe), encoding="utf-8")
+        yield str(file)
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(read_small(folder / "summary.json", MAX_SUMMARY_BYTES))
+    except (OSError, ValueError, RecursionError):  # on another node, or the disk was full
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def carry_out(
+    asked: Asked, brought: "Brought | None" = None, on_event: OnEvent | None = None, *, is_guest: bool = False
+) -> Ended:
+    """Start a run, or go on with it: as the one rank, as a rank of the world that this process is in, or by launching.
+
+    A guest in somebody's program neither forks nor ends the process, and leaves PyTorch's settings as they were.
+    """
+    viewers = parse_viewers(asked.log)
+    start = plan_start(asked.target, list(asked.settings), asked.out, asked.resume)
+    folder = start.folder
+    with nullcontext() if is_guest else quit_on_interrupt():
+        from lockstep.comm.world import read_membership
+        from lockstep.engine.brought import NOTHING
+        from lockstep.engine.launch import choose_num_ranks, read_range
+        from lockstep.engine.run import run_rank
+        from lockstep.engine.template import Template
+
+    brought = brought or NOTHING
+    membership = read_membership(os.environ)
+    ranks = asked.ranks
+    if membership is None:
+        if asked.resume == "auto" and start.resume and has_finished(folder):
+            if not asked.quiet:
+                print(phrase_finished(folder))
+            return Ended(folder, "finished")
+        # First of all: before there are threads, and before a GPU is asked anything.
+        with nullcontext() if is_guest else Template() as template:
+            least, most = choose_num_ranks(ranks)
+            is_alone = most == 1 and not asked.restarts
+            if is_guest and not is_alone:
+                return _launch_apart(asked, start, brought, on_event)
+            _check_start(start, least, most, brought, is_alone=is_alone)
+            ranks = ranks or str(most)
+            if template is not None and not is_alone:
+                return Ended(folder, "finished", _launch(template, asked, start, (least, most)))
+    elif ranks is not None and not (wanted_ranks := read_range(ranks))[0] <= membership.size <= wanted_ranks[1]:
+        raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
+    go_on = _phrase_go_on(start, ranks, asked)
+    with _guest_manners() if is_guest else nullcontext():
+        outcome = run_rank(
+            start.config,
+            start.name,
+            folder,
+            resume=start.resume,
+            membership=membership,
+            open_sink=partial(_open_sink, viewers=viewers, go_on=go_on, quiet=asked.quiet),
+            may_be_finished=asked.resume == "auto",
+            brought=brought,
+            on_event=on_event,
+            is_guest=is_guest,
+        )
+    return Ended(folder, outcome)
+
+
+def _check_start(start: Start, least: int, most: int, brought: "Brought", *, is_alone: bool) -> None:
+    """What is wrong with the ranks, the data or the folder is said once, before any rank starts."""
+    from lockstep.engine.brought import has_own_data
+    from lockstep.engine.build import check_shares, open_sources
+    from lockstep.engine.owner import check_unowned
+    from lockstep.engine.run import prepare_folder
+    from lockstep.report.display import progress
+
+    for num_ranks in range(least, most + 1):
+        check_shares(start.config, num_ranks)
+    if not (is_alone and has_own_data(start.config.data.source)):  # whose labels may take long to ask for
+        open_sources(start.config.data, progress("Rendering images", Console()), brought)
+    check_unowned(start.folder)
+    if not start.resume:
+        prepare_folder(start.folder)
+
+
+def _launch(template: Any, asked: Asked, start: Start, ranks: tuple[int, int]) -> int:
+    """Be the launcher of ranks, which are children of this process, to their end; returns the exit status."""
+    from lockstep.engine.launch import launch_ranks
+    from lockstep.engine.snapshot import clear_memory, find_memory
+
+    # The number of ranks for what they say at the end.
+    number = asked.ranks or str(ranks[1])
+    with end_on_second((signal.SIGINT, signal.SIGTERM)):  # and with the launcher its ranks
+        try:
+            return launch_ranks(template, ranks, _spell(asked, start, number), asked.restarts)
+        finally:
+            clear_memory(find_memory(start.folder))  # nobody starts these ranks again
+
+
+def _spell(asked: Asked, start: Start, ranks: str | None) -> list[str]:
+    """The arguments of `lockstep` for a process that takes part in this run."""
+    words = ["train", asked.target, "--out", str(start.folder), *(["--resume"] if start.resume else [])]
+    words += [f"--set={setting}" for setting in asked.settings] + ([f"--log={asked.log}"] if asked.log else [])
+    return [*words, *([f"--ranks={ranks}"] if ranks else []), f"--restarts={asked.restarts}"]
+
+
+def _launch_apart(asked: Asked, start: Start, brought: "Brought", on_event: OnEvent | None) -> Ended:
+    """Several ranks for a program: a launcher of their own, whose records the program hears as they are written."""
+    from lockstep.apart import run_apart
+
+    for argument in ("model", "data", "loss"):
+        if (value := getattr(brought, argument)) is not None:
+            raise LockstepError(
+                f"{argument} = {describe(value)} has no name that other ranks could import; put it into a module as a "
+                "function or class, start the program itself with torchrun, or ask for ranks=1."
+            )
+    outcome = run_apart(_spell(asked, start, asked.ranks), start.folder, on_event, quiet=asked.quiet)
+    return Ended(start.folder, outcome)
+
+
+def _phrase_go_on(start: Start, ranks: str | None, asked: Asked) -> str:
+    """How to go on with the run: a program's own things only a program can give."""
+    config = start.config
+    given = {"model": config.model.name, "data": config.data.source, "loss": config.optim.loss}
+    words = [f"{argument}=…" for argument, name in given.items() if name == GIVEN]
+    if words:
+        return f'lockstep.train("{start.folder}", resume=True, {", ".join(words)})'
+    return phrase_go_on(start.folder, ranks, asked.restarts, asked.log)
+
+
+def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, quiet: bool) -> "Sink":
+    """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
+    from lockstep.report.display import build_display
+    from lockstep.report.run import RunSink, SilentSink
+    from lockstep.report.sinks import open_viewers
+
+    if not world.is_first:
+        return SilentSink()
+    display = SilentSink() if quiet else build_display(Console(), folder, go_on)
+    return RunSink(folder, display, open_viewers(viewers, folder))
+
+
+@contextmanager
+def _guest_manners() -> Iterator[None]:
+    """While inside, PyTorch's switches and random state are the run's; then they are the program's again."""
+    import torch
+
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches: list[tuple[Any, str]] = [
+        (matmul, "allow_tf32"),
+        (matmul, "allow_fp16_reduced_precision_reduction"),
+        (matmul, "allow_bf16_reduced_precision_reduction"),
+        (cudnn, "allow_tf32"),
+        (cudnn, "benchmark"),
+    ]
+    before = [getattr(place, name) for place, name in switches]
+    num_threads = torch.get_num_threads()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+            for (place, name), value in zip(switches, before, strict=True):
+                setattr(place, name, value)

@@ -1,0 +1,101 @@
+"""Networks from elsewhere: `package.module:name` in the user's code, `torchvision:NAME`, `timm:NAME` (step 0).
+
+A recipe that names code runs it, as a program would be run. Whatever goes wrong in there is one sentence.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from torch import nn
+
+from lockstep.errors import LockstepError
+from lockstep.models.initialize import seeded
+from lockstep.named import find_named
+
+LIBRARIES = ("torchvision", "timm")
+LONGEST = 160  # characters of what others say, in a sentence
+
+
+def is_outside(name: str) -> bool:
+    """Whether a model's name means a network from elsewhere."""
+    return ":" in name
+
+
+def build_outside(name: str, num_classes: int, seed: int, settings: Mapping[str, Any]) -> nn.Module:
+    """Call what the name means with `num_classes` and the settings, under the seed: the same weights on every rank."""
+    library, _, own = name.partition(":")
+    with seeded(seed):
+        if library == "timm":
+            create = require("timm", f"model.name = {name}").create_model
+            model = _call(name, create, {"pretrained": False, "num_classes": num_classes}, settings, own)
+        elif library == "torchvision":
+            get_model = require("torchvision", f"model.name = {name}").models.get_model
+            model = _call(name, get_model, {"weights": None, "num_classes": num_classes}, settings, own)
+        else:
+            model = _call(name, import_named(name), {"num_classes": num_classes}, settings)
+    if not isinstance(model, nn.Module):
+        raise LockstepError(
+            f"model.name = {name} gave {_kind(model)} and no torch.nn.Module; return the network itself."
+        )
+    return model.cpu()
+
+
+def require(library: str, what: str) -> Any:
+    """An optional library; a sentence with what to install where it is not there."""
+    if find_spec(library) is None:
+        raise LockstepError(f"{what} needs {library}, which is not installed; install it with `pip install {library}`.")
+    try:
+        module = importlib.import_module(library)
+        return importlib.import_module("torchvision.models") and module if library == "torchvision" else module
+    except Exception as error:  # built for another PyTorch, as it often is
+        raise LockstepError(
+            f"{what}: {library} cannot be imported ({shorten(error)}); install one that fits."
+        ) from error
+
+
+def import_named(name: str) -> Callable[..., Any]:
+    """The function or class `package.module:name`, also from the current directory."""
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        raise LockstepError(f"model.name = {name[:LONGEST]} is no network; write package.module:name.")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise LockstepError(
+            f"model.name = {name} is in Python's own library, which has no networks; name your own code."
+        )
+    found = find_named(name, "model.name")
+    if not callable(found) or isinstance(found, nn.Module):
+        raise LockstepError(
+            f"model.name = {name} is {_kind(found)}, which cannot be called for a new network; name a class, or a "
+            "function that builds it."
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _call(
+    name: str, build: Callable[..., Any], given: Mapping[str, Any], settings: Mapping[str, Any], *place: str
+) -> Any:
+    if taken := sorted(given.keys() & settings.keys()):
+        raise LockstepError(f"model.settings must not hold {taken[0]}, which Lockstep itself gives; leave it out.")
+    try:
+        return build(*place, **given, **settings)
+    except (Exception, SystemExit) as error:
+        shown = ", ".join(f"{key} = {value!r}" for key, value in (*given.items(), *settings.items()))
+        raise LockstepError(
+            f"model.name = {name} failed when called with {shown[:LONGEST]} ({shorten(error)}); correct model.name or "
+            "model.settings."
+        ) from error
+
+
+def shorten(error: BaseException) -> str:
+    """What an exception of somebody else's code says, in one line."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    text = next(filter(None, lines), "")
+    return f"{type(error).__name__}: {text}"[:LONGEST] if text else type(error).__name__
+
+
+def _kind(value: object) -> str:
+    kind = type(value).__name__
+    return f"{'an' if kind[:1].lower() in 'aeiou' else 'a'} {kind}"
