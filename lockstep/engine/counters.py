@@ -19,6 +19,7 @@ MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in ev
 MAX_RANKS = 1 << 20
 RULES = ("sgd", "lars", "lamb", "adamw")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -58,10 +59,11 @@ def _check_place(state: Mapping[str, Any]) -> None:
 
 
 def _check_formats(files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Masters, momentum and statistics are FP32 in every precision; only batch norm counts in integers."""
+    """Masters, momentum and statistics are FP32 in every precision; batch norm counts in integers, and the buffers of
+    somebody's own network may be of any whole numbers."""
     for file, arrays in files.items():
         for name, array in arrays.items():
-            if array.dtype not in (torch.float32, torch.int64):
+            if array.dtype not in ((torch.float32, *WHOLE) if file == "model" else (torch.float32, torch.int64)):
                 raise DamagedCheckpoint(f"{file}.safetensors has {name[:40]} in a format of another program")
 
 
