@@ -310,7 +310,8 @@ class ModelConfig(Section):
             raise ValueError('model.pool5_batch_norm has an effect only with model.name = "alexnet"; leave it out')
         if self.pool5_batch_norm and not self.batch_norm:
             raise ValueError("model.pool5_batch_norm = true needs model.batch_norm = true; drop one of the two")
-        if own := sorted(self.settings.keys() & type(self).model_fields.keys()):
+        keys = {key for key, (_, names) in self.only_with.items() if self.name in names}
+        if own := sorted(self.settings.keys() & keys):
             raise ValueError(f"model.settings holds {own[0]}, which has a key of its own; write model.{own[0]}")
         return self
 

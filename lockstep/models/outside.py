@@ -27,15 +27,17 @@ def is_outside(name: str) -> bool:
 def build_outside(name: str, num_classes: int, seed: int, settings: Mapping[str, Any]) -> nn.Module:
     """Call what the name means with `num_classes` and the settings, under the seed: the same weights on every rank."""
     library, _, own = name.partition(":")
-    with seeded(seed):
+    given: dict[str, Any] = {"num_classes": num_classes}
+    place: tuple[str, ...] = (own,)
+    with seeded(seed):  # what is imported for the first time may draw numbers itself, and then no longer
         if library == "timm":
-            create = require("timm", f"model.name = {name}").create_model
-            model = _call(name, create, {"pretrained": False, "num_classes": num_classes}, settings, own)
+            build, given = require("timm", f"model.name = {name}").create_model, {"pretrained": False, **given}
         elif library == "torchvision":
-            get_model = require("torchvision", f"model.name = {name}").models.get_model
-            model = _call(name, get_model, {"weights": None, "num_classes": num_classes}, settings, own)
+            build, given = require("torchvision", f"model.name = {name}").models.get_model, {"weights": None, **given}
         else:
-            model = _call(name, import_named(name), {"num_classes": num_classes}, settings)
+            build, place = import_named(name), ()
+    with seeded(seed):
+        model = _call(name, build, given, settings, *place)
     if not isinstance(model, nn.Module):
         raise LockstepError(
             f"model.name = {name} gave {_kind(model)} and no torch.nn.Module; return the network itself."
@@ -48,8 +50,9 @@ def require(library: str, what: str) -> Any:
     if find_spec(library) is None:
         raise LockstepError(f"{what} needs {library}, which is not installed; install it with `pip install {library}`.")
     try:
-        module = importlib.import_module(library)
-        return importlib.import_module("torchvision.models") and module if library == "torchvision" else module
+        if library == "torchvision":
+            importlib.import_module("torchvision.models")
+        return importlib.import_module(library)
     except Exception as error:  # built for another PyTorch, as it often is
         raise LockstepError(
             f"{what}: {library} cannot be imported ({shorten(error)}); install one that fits."

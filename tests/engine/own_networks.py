@@ -1,0 +1,45 @@
+"""Networks as a user writes them, named in recipes as `tests.engine.own_networks:NAME`."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A transformer's layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+        self.scale = nn.Parameter(torch.full((width,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        x = x + self.scale * self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class Patches(nn.Module):
+    """A transformer over patches: positions, a class token, an unused layer, and buffers of every kind."""
+
+    def __init__(self, num_classes: int, width: int = 16, depth: int = 2, size: int = 32) -> None:
+        super().__init__()
+        self.fused = "somebody else's word"
+        self.input_channels = 77
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, (size // 8) ** 2 + 1, width))
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+        self.unused = nn.Linear(width, width)
+        self.register_buffer("order", torch.arange(3))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("bias", torch.full((3,), -torch.inf), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
+        logits: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
+        return logits
