@@ -163,8 +163,10 @@ def assemble(
     layout = build_layout(config, model)
     weights, half_weights = build_weights(model, layout, world.device, dtype)
     constants = hold_constants(model, layout, find_half(model), dtype)
-    for values in (weights, *constants.values()):
-        world.broadcast(values)
+    # A network of somebody's own may draw numbers that no seed decides; this package's has no such buffers.
+    buffers = [] if getattr(model, "takes_half", False) else list(model.buffers())
+    for values in (weights, *constants.values(), *buffers):
+        share_array(world, values)
     half_weights.copy_(weights[: layout.split])
     fill_constants(model, constants)
     compute_in(model, dtype, world.device.type)
@@ -214,6 +216,17 @@ def build_losses(config: RunConfig, device: torch.device, brought: Brought) -> t
         return partial(cross_entropy_sum, label_smoothing=config.optim.label_smoothing), cross_entropy_sum
     loss = build_own_loss(config.optim.loss, brought, device)
     return loss, loss
+
+
+def share_array(world: World, values: Tensor, source: int = 0) -> None:
+    """Overwrite an array of any format on every rank with that of one; backends know but a few formats."""
+    if values.dtype in (torch.float32, torch.int64) or world.size == 1 or not values.numel():
+        world.broadcast(values, source)
+        return
+    content = values.detach().contiguous().flatten().view(torch.uint8)
+    world.broadcast(content, source)
+    with torch.no_grad():
+        values.copy_(content.view(values.dtype).view(values.shape))
 
 
 def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:

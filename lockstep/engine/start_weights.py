@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.engine.build import Parts
+from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import MANIFEST, DamagedCheckpoint, load_checkpoint, read_checkpoint
 from lockstep.engine.state import list_changing, refresh
 from lockstep.errors import LockstepError, SharedError
@@ -35,7 +35,7 @@ def load_start(asked: str, parts: Parts, world: World, num_classes: int) -> list
     if failure:
         raise SharedError(failure)
     for values in (parts.weights, *parts.constants.values(), *list_changing(parts).statistics.values()):
-        world.broadcast(values)
+        share_array(world, values)
     refresh(parts)
     return [f"Starting from {asked}.", *notes] if world.is_first else []
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger, step_at
-from lockstep.engine.build import Parts
+from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.counters import CLASSES, check_counters, name_classes
 from lockstep.engine.evaluate import (
@@ -209,7 +209,7 @@ def load_state(
     counters = world.broadcast_value(counters, source)
     changing = list_changing(parts)
     for array in (*changing.over_layout.values(), *changing.statistics.values(), *parts.constants.values()):
-        world.broadcast(array, source)
+        share_array(world, array, source)
     if counters["has_ranks"]:
         _share_ranks(parts, world, ranks, source)
     refresh(parts)

@@ -15,6 +15,7 @@ from lockstep.files import read_small
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
 
 MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
+SETTINGS = "model.settings"  # the one key that holds a table
 
 
 class RecipeInfo(NamedTuple):
@@ -55,18 +56,29 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         if not equals:
             key = key[:LONGEST_SHOWN]
             raise LockstepError(f"--set {key} has no value; write --set {key}=VALUE.")
+        value = _toml_value(text)
+        table_of, _, setting = key.rpartition(".")
+        if table_of == SETTINGS and setting:  # of a network that is not known here: any name may be one
+            key, value = SETTINGS, {**_read_table(result), setting: value}
         if key not in (*SECTIONS, *KEYS):
             raise LockstepError(f"{describe_unknown(key)} (--set {override[:LONGEST_SHOWN]}).")
         section, _, name = key.rpartition(".")
         if not section:
-            result[name] = _toml_value(text)
+            result[name] = value
         elif isinstance(table := result.get(section, {}), dict):  # anything else is for validation to refuse
-            result[section] = {**table, name: _toml_value(text)}
+            result[section] = {**table, name: value}
         given.add(key)
     return {
         name: _drop_idle(SECTIONS[name], table, given) if name in SECTIONS and isinstance(table, dict) else table
         for name, table in result.items()
     }
+
+
+def _read_table(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the network so far; what is no table is for validation to refuse."""
+    model = raw.get("model", {})
+    settings = model.get("settings", {}) if isinstance(model, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _drop_idle(model: type[Section], table: dict[str, Any], given: set[str]) -> dict[str, Any]:

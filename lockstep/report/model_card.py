@@ -79,7 +79,7 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
         return "## Accuracy\n\nThe run has not measured it; `lockstep evaluate RUN` does."
     last = max(reversed(evaluated), key=lambda event: event.step)  # of one that was done again, the later
     rows = [f"| top-1 | {percent(last.top1)} | {last.correct1:,} of {last.total:,} |"]
-    if last.top5 is not None:
+    if len(subject.classes) > 5 and last.top5 is not None:
         rows.append(f"| top-5 | {percent(last.top5)} | {last.correct5:,} of {last.total:,} |")
     ahead = f" The weights are {plural(subject.step - last.step, 'step')} ahead." if last.step < subject.step else ""
     table = "\n".join(["| | | right answers |", "| --- | ---: | ---: |", *rows])

@@ -1,5 +1,6 @@
 """Networks as a user writes them, named in recipes as `tests.engine.own_networks:NAME`."""
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,8 @@ class Patches(nn.Module):
         self.head = nn.Linear(width, num_classes)
         self.unused = nn.Linear(width, width)
         self.register_buffer("order", torch.arange(3))
+        self.register_buffer("table", torch.arange(5, dtype=torch.int16))
+        self.register_buffer("drawn", torch.from_numpy(np.random.default_rng().normal(size=3)))  # by no seed
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
         self.register_buffer("bias", torch.full((3,), -torch.inf), persistent=False)
 

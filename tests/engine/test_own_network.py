@@ -1,5 +1,6 @@
 """A network of the user's own, from the recipe's words to trained weights: on ranks, in half precision, resumed."""
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.comm.world import World, join_world
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, to_toml
 from lockstep.data.order import share
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
@@ -63,13 +64,18 @@ def test_two_ranks_train_it_and_a_resumed_run_ends_with_the_same_weights(images:
     )
     assert read_config(tmp_path / "parts")["model"]["name"] == "mine:Patches"
     assert whole.keys() == Patches(10, depth=3).state_dict().keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole if name != "drawn")
     start = build_network(own_config(images), 10).state_dict()
     assert not torch.equal(whole["blocks.2.norm1.weight"], start["blocks.2.norm1.weight"])
     assert torch.equal(whole["unused.bias"], start["unused.bias"])
+    assert (whole["table"].dtype, whole["mask"].dtype, whole["drawn"].dtype) == (
+        torch.int16,
+        torch.bool,
+        torch.float32,
+    )
 
 
-def train_alone(world: World, images: Path, count: int) -> tuple[Tensor, list[str]]:
+def train_alone(world: World, images: Path, count: int) -> tuple[Tensor, list[str], dict[str, Tensor]]:
     config = own_config(images, *SGD)
     parts, batch = build(config, world), fake_batch(config, world_of_one())
     start, stop = share(len(batch.labels), world.rank, world.size)
@@ -77,12 +83,14 @@ def train_alone(world: World, images: Path, count: int) -> tuple[Tensor, list[st
     parts.model.eval()  # dropout draws another number on every rank
     for _ in range(count):
         train_step(parts, own, 0.1)
-    return parts.weights.clone(), [slot.name for slot in parts.layout.slots]
+    return parts.weights.clone(), [slot.name for slot in parts.layout.slots], dict(parts.model.named_buffers())
 
 
 def test_ranks_come_to_the_weights_of_one(images: Path) -> None:
-    alone, names = train_alone(world_of_one(), images, 2)
-    for weights, same in run_ranks(train_alone, 2, images, 2):
+    alone, names, _ = train_alone(world_of_one(), images, 2)
+    found = run_ranks(train_alone, 2, images, 2)
+    assert all(torch.equal(values, found[1][2][name]) for name, values in found[0][2].items())
+    for weights, same, _ in found:
         assert same == names
         torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-5)
 
@@ -144,6 +152,14 @@ def test_a_mistake_is_one_sentence_of_one_rank_and_leaves_no_run_behind(
 def test_a_recipes_mistakes_are_named(overrides: list[str], sentence: str) -> None:
     with pytest.raises(LockstepError, match=sentence):
         load_recipe("quickstart", overrides)
+
+
+def test_settings_are_given_one_by_one_or_as_a_table() -> None:
+    given = ["model.name=mine:Net", "model.settings.depth=3", "model.settings.kinds=['a', 'b']"]
+    _, config = load_recipe("quickstart", given)
+    assert config.model.settings == {"depth": 3, "kinds": ["a", "b"]}
+    assert config == load_recipe("quickstart", [given[0], "model.settings={depth = 3, kinds = ['a', 'b']}"])[1]
+    assert RunConfig.model_validate(tomllib.loads(to_toml(config))) == config
 
 
 @pytest.mark.gpu

@@ -1,12 +1,15 @@
 """Frozen parts: which parameters, and batch norm that stays as it is."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
-from lockstep.models import build_model, initialize
+from lockstep.models import build_model, initialize, set_fused
 from lockstep.models.freeze import freeze
+from lockstep.models.resnet import BasicBlock, Bottleneck, ResNet
 
 
 def small() -> nn.Module:
@@ -52,3 +55,29 @@ def test_a_frozen_part_gives_the_same_in_training_as_in_evaluation() -> None:
 def test_a_mistake_is_one_sentence(prefixes: list[str], sentence: str) -> None:
     with pytest.raises(LockstepError, match=sentence):
         freeze(small(), prefixes)
+
+
+@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+def test_fused_it_trains_alike(block: Any) -> None:
+    """A norm that is frozen beside one that is not, in one block, and whole stages."""
+    pytest.importorskip("triton")
+    models = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = ResNet(block, (1, 1, 1, 1), 10, "cifar", 8, zero_init_residual=False)
+        freeze(model, ["conv1", "bn1", "layer2", "layer3.0.downsample"])
+        set_fused(model, fused)
+        models.append(model.to(memory_format=torch.channels_last).train())  # type: ignore[call-overload]
+    images = torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last)
+    logits = [model(images) for model in models]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+    for values in logits:
+        values.square().sum().backward()
+    plain, fused_model = models
+    for name, parameter in plain.named_parameters():
+        own = fused_model.get_parameter(name).grad
+        assert (own is None) == (parameter.grad is None) == (not parameter.requires_grad), name
+        if own is not None and parameter.grad is not None:
+            assert (own - parameter.grad).norm() < 0.1 * parameter.grad.norm(), name
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(fused_model.get_buffer(name), buffer, rtol=1e-3, atol=1e-4)
