@@ -1,16 +1,20 @@
 """The planner beside reality: step times predicted for a virtual cluster, and measured on it.
 
-One rank is profiled, alone and on one thread. On each cluster, all-reduces are measured one by one; the planner is told
-these, the profile and how many ranks share how many cores, and nothing of whole steps. The steps are then measured, by
-the real program over a real network, in every setting of buffers and algorithm.
+One rank is profiled, by itself and on one thread, while as many others as there are cores compute by themselves, too:
+cores that are all at work share caches, memory and clocks. On each cluster, all-reduces are measured one by one; the
+planner is told these, the profile and how many ranks share how many cores, and nothing of whole steps. The steps are
+then measured, by the real program over a real network, in every setting of buffers and algorithm.
 """
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -104,7 +108,7 @@ def run(
     alone = sorted(profiles, key=lambda row: row.step_s)[(len(profiles) - 1) // 2]
     spread = [profile.step_s for profile in profiles]
     console.print(
-        f"one rank, one thread: {1e3 * alone.step_s:.1f} ms a step "
+        f"one rank, one thread, the other cores at work: {1e3 * alone.step_s:.1f} ms a step "
         f"({1e3 * min(spread):.1f} to {1e3 * max(spread):.1f} over {len(spread)} profiles)",
         highlight=False,
     )
@@ -119,22 +123,59 @@ def run(
 
 
 def profile_alone(case: Case) -> BatchTime:
-    """One rank on one thread, nothing sent, while nobody else works, if such a while comes."""
+    """One rank on one thread, nothing sent, on a machine whose other cores compute the same; quiet, if that comes."""
     threads = torch.get_num_threads()
     found: list[tuple[float, BatchTime]] = []
-    with join_world(None) as world:
+    with join_world(None) as world, keep_company(case, count_cores() - 1) as company:
         torch.set_num_threads(1)
         alone = replace(world, num_threads=1)
         try:
             while len(found) < PROFILES and (not found or min(others for others, _ in found) > QUIET):
-                start, cpu_start, busy_start = time.perf_counter(), time.process_time(), read_busy()
+                start, cpu_start, busy_start = time.perf_counter(), _read_own(company), read_busy()
                 row = measure_batches(case.build_config(1), alone, CLASSES, [case.batch])[0]
-                own, busy = time.process_time() - cpu_start, read_busy() - busy_start
+                own, busy = _read_own(company) - cpu_start, read_busy() - busy_start
                 others = max(0.0, busy - own) / (count_cores() * (time.perf_counter() - start))
                 found.append((others, row))
         finally:
             torch.set_num_threads(threads)
     return min(found, key=lambda each: each[0])[1]
+
+
+@contextmanager
+def keep_company(case: Case, count: int) -> Iterator[list[int]]:
+    """While inside, so many other processes take steps of their own; gives their numbers."""
+    code = f"from {__name__} import compute_on; compute_on()"
+    argv = [sys.executable, "-c", code, json.dumps(asdict(case))]
+    company = [subprocess.Popen(argv, stdout=subprocess.PIPE) for _ in range(max(0, count))]
+    try:
+        for process in company:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has begun
+        yield [process.pid for process in company]
+    finally:
+        for process in company:
+            process.kill()
+            process.communicate()
+
+
+def compute_on() -> None:
+    """Take steps on one thread for as long as the parent lives."""
+    case, parent = Case(**json.loads(sys.argv[1])), os.getppid()
+    with join_world(None) as world:
+        torch.set_num_threads(1)
+        measure_batches(case.build_config(1), replace(world, num_threads=1), CLASSES, [case.batch])
+        print("begun", flush=True)
+        while os.getppid() == parent:
+            measure_batches(case.build_config(1), replace(world, num_threads=1), CLASSES, [case.batch])
+
+
+def _read_own(company: Sequence[int]) -> float:
+    """Seconds of the processor that this process and its company have had."""
+    ticks = 0
+    for pid in company:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def build_case_layout(case: Case) -> Layout:

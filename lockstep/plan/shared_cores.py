@@ -1,10 +1,10 @@
 """Ranks that are processes on shared cores: what becomes of a step's costs there (between profile and `graph.py`).
 
-N ranks of one thread on C cores compute N / C times as long as one alone, for N above C. All-reduces work on the same
-cores: one that is measured on all ranks, with nothing else going on, has what it takes of them in it already. Under the
-backward pass it is another matter. While both run, a message has at most half of the cores, as a scheduler gives to
-each of two that want all of them, and the backward pass has what is left. What a message waits for its link costs
-nobody anything.
+N ranks of one thread on C cores compute N / C times as long as one whose neighbours are at work, for N above C. All-
+reduces work on the same cores: one that is measured on all ranks, with nothing else going on, has what it takes of
+them in it already. Under the backward pass it is another matter. While both run, a message has at most half of the
+cores, as a scheduler gives to each of two that want all of them, and the backward pass has what is left. What a
+message waits for its link costs nobody anything.
 """
 
 from collections.abc import Sequence
