@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
-from lockstep.data.sources import IMAGE_SUFFIXES, Source, scan_folder
+from lockstep.data.sources import IMAGE_SUFFIXES, VAL_NAMES, Source, scan_folder
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
 MOST_NAMED = 5  # classes in a sentence
-SPLITS = ("val", "validation", "test")  # what a folder may call the part that nothing was trained on
 
 
 class GivenImages:
@@ -128,7 +127,7 @@ def _refuse_unknown(names: Sequence[str], known: Sequence[str], where: str) -> N
 
 
 def open_class_folders(root: Path, known: tuple[str, ...], limit_s: float = READ_TIMEOUT_S) -> Source:
-    """The images of a folder of class folders, or of its `val/`, `validation/` or `test/`, with a network's labels."""
+    """The images of a folder of class folders, or of what serves as its `val/`, with a network's labels."""
     root, names = look(lambda steps: _list_class_folders(root, steps), limit_s)
     _refuse_unknown(names, known, str(root))
     return match_classes(scan_folder(root, names, limit_s), known, str(root))
@@ -137,7 +136,7 @@ def open_class_folders(root: Path, known: tuple[str, ...], limit_s: float = READ
 def _list_class_folders(root: Path, steps: Steps) -> tuple[Path, tuple[str, ...]]:
     steps.ask(root)
     try:
-        root = next((root / name for name in SPLITS if (root / name).is_dir()), root)
+        root = next((root / name for name in VAL_NAMES if (root / name).is_dir()), root)
         with os.scandir(root) as entries:
             classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:

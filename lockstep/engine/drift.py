@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.engine.build import NUM_NOTES, Parts
+from lockstep.engine.giving_up import SLOW
 from lockstep.engine.state import list_changing, refresh
-from lockstep.engine.step import SLOW
 from lockstep.errors import SharedError
 
 DIGITS = slice(SLOW + 1, NUM_NOTES)

@@ -21,11 +21,9 @@ from torch import Tensor
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
+from lockstep.engine.giving_up import is_given_up, keep_statistics, put_statistics
 from lockstep.engine.step import (
     Asked,
-    is_given_up,
-    keep_statistics,
-    put_statistics,
     run_passes,
     set_knobs,
     train_step,

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-import torch
 from torch import Tensor
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
+from lockstep.engine.giving_up import GIVEN_UP, is_given_up, keep_statistics, put_statistics
 from lockstep.optim.loss import count_correct
 
-# Places in the reducer's side numbers; behind them lies what `drift.py` compares.
-STOP, LOSS, CORRECT, GIVEN_UP, SLOW = 0, 1, 2, 3, 4
+# Places in the reducer's side numbers; behind them lie those of `giving_up.py`, and what `drift.py` compares.
+STOP, LOSS, CORRECT = 0, 1, 2
 
 Asked = Callable[[], bool]  # whether this rank is to stop before its next pass
 
@@ -70,23 +70,6 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, a
 def update_weights(parts: Parts) -> None:
     """Summed gradients → master weights → the weights the model reads."""
     parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
-
-
-def is_given_up(side: Tensor) -> bool:
-    """Whether any rank gave the step up; all ranks see the same sum. On a GPU the host waits for it."""
-    return float(side[GIVEN_UP]) > 0
-
-
-def keep_statistics(parts: Parts) -> list[Tensor]:
-    """What passes alone change: the model's running statistics."""
-    return [buffer.clone() for buffer in parts.model.buffers()]
-
-
-@torch.no_grad()
-def put_statistics(parts: Parts, kept: list[Tensor]) -> None:
-    """The way back; in place, because a recorded step has their addresses."""
-    for buffer, value in zip(parts.model.buffers(), kept, strict=True):
-        buffer.copy_(value)
 
 
 def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:

@@ -25,6 +25,7 @@ from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_tra
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.evaluate import evaluate
 from lockstep.engine.fit import describe_fit
+from lockstep.engine.giving_up import SLOW, is_given_up
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
@@ -34,7 +35,7 @@ from lockstep.engine.resume import list_evaluated, take_up
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
-from lockstep.engine.step import CORRECT, LOSS, SLOW, STOP, is_given_up
+from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import (
     CheckpointSaved,

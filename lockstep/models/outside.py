@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.errors import LockstepError
 from lockstep.models.initialize import seeded
-from lockstep.named import find_named
+from lockstep.named import find_named, phrase_error
 
 LIBRARIES = ("torchvision", "timm")
 LONGEST = 160  # characters of what others say, in a sentence
@@ -55,7 +55,7 @@ def require(library: str, what: str) -> Any:
         return importlib.import_module(library)
     except Exception as error:  # built for another PyTorch, as it often is
         raise LockstepError(
-            f"{what}: {library} cannot be imported ({shorten(error)}); install one that fits."
+            f"{what}: {library} cannot be imported ({phrase_error(error)}); install one that fits."
         ) from error
 
 
@@ -87,16 +87,9 @@ def _call(
     except (Exception, SystemExit) as error:
         shown = ", ".join(f"{key} = {value!r}" for key, value in (*given.items(), *settings.items()))
         raise LockstepError(
-            f"model.name = {name} failed when called with {shown[:LONGEST]} ({shorten(error)}); correct model.name or "
-            "model.settings."
+            f"model.name = {name} failed when called with {shown[:LONGEST]} ({phrase_error(error)}); correct "
+            "model.name or model.settings."
         ) from error
-
-
-def shorten(error: BaseException) -> str:
-    """What an exception of somebody else's code says, in one line."""
-    lines = [" ".join(line.split()) for line in str(error).splitlines()]
-    text = next(filter(None, lines), "")
-    return f"{type(error).__name__}: {text}"[:LONGEST] if text else type(error).__name__
 
 
 def _kind(value: object) -> str:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from lockstep.errors import LockstepError
 from lockstep.models.initialize import seeded
-from lockstep.models.outside import shorten
+from lockstep.named import phrase_error
 
 NUM_IMAGES = 2  # batch norm over a single pixel needs as many
 
@@ -73,7 +73,7 @@ def _check_passes(name: str, model: nn.Module, num_classes: int, size: int) -> N
                 logits = model(images)
         except (Exception, SystemExit) as error:
             raise LockstepError(
-                f"{name} failed on images of {size} × {size} pixels ({shorten(error)}); change data.image_size or "
+                f"{name} failed on images of {size} × {size} pixels ({phrase_error(error)}); change data.image_size or "
                 "model.settings."
             ) from error
         _check_logits(name, logits, num_classes, training=training)
@@ -81,7 +81,7 @@ def _check_passes(name: str, model: nn.Module, num_classes: int, size: int) -> N
         cross_entropy(logits.float(), labels).backward()
     except (Exception, SystemExit) as error:
         raise LockstepError(
-            f"{name} has no gradients ({shorten(error)}); see that its logits depend on them."
+            f"{name} has no gradients ({phrase_error(error)}); see that its logits depend on them."
         ) from error
     for key, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
-from lockstep.models.outside import require, shorten
+from lockstep.models.outside import require
+from lockstep.named import phrase_error
 
 MAX_BYTES = 1 << 36  # no forged file shall take all the memory
 TORCH_FILES = (".pth", ".pt", ".bin")
@@ -47,7 +48,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise LockstepError(f"The weights {path} cannot be read ({error.strerror}); check model.weights.") from error
     except (SafetensorError, ValueError, RuntimeError, RecursionError, MemoryError) as error:
-        raise LockstepError(f"The weights {path} are damaged ({shorten(error)}); get the file anew.") from error
+        raise LockstepError(f"The weights {path} are damaged ({phrase_error(error)}); get the file anew.") from error
     raise LockstepError(f"The weights {path} are neither .safetensors nor .pth; save the state_dict as one of them.")
 
 
@@ -59,7 +60,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickles and archives that are broken, or hold more than tensors
         raise LockstepError(
-            f"The weights {path} are damaged or hold more than tensors ({shorten(error)}), which is not "
+            f"The weights {path} are damaged or hold more than tensors ({phrase_error(error)}), which is not "
             "unpickled; save the network's state_dict, best as .safetensors."
         ) from error
     for wrapper in WRAPPERS:
@@ -87,8 +88,8 @@ def fetch_weights(name: str) -> dict[str, Tensor]:
         return dict(chosen.get_state_dict(progress=False, check_hash=True))
     except (Exception, SystemExit) as error:
         raise LockstepError(
-            f"{library} has no weights to give for model.weights = {name} ({shorten(error)}); check the name and the "
-            "network, or give a file."
+            f"{library} has no weights to give for model.weights = {name} ({phrase_error(error)}); check the "
+            "name and the network, or give a file."
         ) from error
 
 

@@ -40,6 +40,8 @@ def read_file(path: Path) -> DeviceProfile:
     """One that `lockstep profile` wrote."""
     try:
         text = read_small(path, MAX_BYTES).decode()
+    except FileNotFoundError:
+        raise LockstepError(f"There is no device profile {path}; measure one with `lockstep profile`.") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise LockstepError(f"The device profile {path} cannot be read ({reason}).") from None

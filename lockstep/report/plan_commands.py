@@ -13,10 +13,8 @@ from lockstep.errors import LockstepError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lockstep.plan.device import DeviceProfile
     from lockstep.plan.prediction import Prediction
 
-MAX_PROFILE_BYTES = 16 << 20
 MAX_SIZES = 200  # in one plan
 
 
@@ -124,6 +122,7 @@ def _plan_recipe(
     from lockstep.plan.predicted import write_predicted
     from lockstep.plan.prediction import Impossible, Prediction, to_json
     from lockstep.plan.search import build_case, predict, search
+    from lockstep.plan.shipped import read_file
     from lockstep.plan.sweep import find_smallest, plan_sizes
     from lockstep.plan.workload import describe_workload, find_profile, refuse_changed
     from lockstep.recipes.read import load_recipe
@@ -137,7 +136,7 @@ def _plan_recipe(
     workload = describe_workload(name, config, images)
     cluster = read_planned(cluster_name)
     if profile_file:
-        device = _read_profile(profile_file)
+        device = read_file(profile_file.expanduser())
     else:
         refuse_changed(name, config)
         device = find_profile(cluster.machine.device, workload.model)
@@ -229,19 +228,6 @@ def _validate(console: "Console", json_file: Path | None) -> None:
     console.print(build_claim_table(claims))
     for claim in claims:
         console.print(f"{claim.claim}: {claim.verdict}", highlight=False, markup=False, soft_wrap=True)
-
-
-def _read_profile(path: Path) -> "DeviceProfile":
-    from lockstep.files import read_small
-    from lockstep.plan.device import from_json
-
-    try:
-        text = read_small(path.expanduser(), MAX_PROFILE_BYTES).decode("utf-8")
-    except FileNotFoundError:
-        raise LockstepError(f"There is no device profile {path}; measure one with `lockstep profile`.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise LockstepError(f"Cannot read the device profile {path}: {error}.") from None
-    return from_json(text)
 
 
 def _write(file: Path, text: str) -> None:

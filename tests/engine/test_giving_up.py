@@ -14,11 +14,12 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine import step, trainer
 from lockstep.engine.build import Parts, assemble
+from lockstep.engine.giving_up import GIVEN_UP, is_given_up
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.resume import list_evaluated
 from lockstep.engine.run import run_rank
 from lockstep.engine.state import list_changing
-from lockstep.engine.step import GIVEN_UP, is_given_up, train_step
+from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.events import Evaluated, Event, Notice, RunEnded, StepDone, encode
 from lockstep.optim.schedule import Schedule
