@@ -75,10 +75,10 @@ class Pending:
         self.done.result()
         return self.making.finish()
 
-    def run(self, work: Callable[[], int]) -> bool:
+    def run(self, work: Callable[[], int]) -> None:
         """Do some of the work, which returns how many rows it finished; a failure becomes the batch's.
 
-        False when the thread was given up meanwhile, and the work is another's.
+        GivenUp when the thread was given up meanwhile, and the work is another's.
         """
         try:
             finished = work()
@@ -89,12 +89,11 @@ class Pending:
                 self.making.complete()
                 self.done.set_result(None)
         except GivenUp:
-            return False
+            raise
         except Exception as error:
             with self._lock:
                 if not self.done.done():
                     self.done.set_exception(error)
-        return True
 
 
 @dataclass(eq=False)
@@ -214,8 +213,8 @@ class Prefetcher:
         """Do some of a batch's work on this thread."""
         thread = threading.get_ident()
         self._in_hand[thread] = pending, rows
-        if pending.run(work):  # otherwise whoever gave this thread up sees to its rows
-            del self._in_hand[thread]
+        pending.run(work)
+        del self._in_hand[thread]  # unless this thread was given up: whoever did sees to its rows
 
     def _work(self) -> None:
         """Do the next task, if there still is one for it, on a decode thread."""

@@ -27,17 +27,20 @@ MAX_HUNG = 16  # reads that may hang before it is the disk and not a file that i
 
 
 class GivenUp(Exception):
-    """In a thread: somebody else does this work now, or nobody wants it any more."""
+    """In a thread: somebody else does this work now, or nobody wants it any more. A pool's thread ends with it."""
 
 
 class DaemonPool:
-    """Up to `count` threads that work off a queue, started as needed; `ThreadPoolExecutor` would wait for its own."""
+    """Up to `count` threads that work off a queue, started as needed; `ThreadPoolExecutor` would wait for its own.
+
+    A job that comes back to a thread that was given up raises GivenUp: only the job knows, without a race, whether it
+    was still wanted when it came back.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._count, self._name = count, name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: dict[int, threading.Thread] = {}
-        self._given_up: set[int] = set()
         self._lock = threading.Lock()
         # Also when a pool is forgotten, and when the interpreter ends: a thread must not be amid C++ code then.
         self._end = weakref.finalize(self, _end_threads, self._jobs, self._threads)
@@ -55,13 +58,12 @@ class DaemonPool:
         with self._lock:
             if thread not in self._threads:
                 return False
-            self._given_up.add(thread)
             del self._threads[thread]
             self._start()
             return True
 
     def _start(self) -> None:
-        thread = threading.Thread(target=_serve, args=(self._jobs, self._given_up), name=self._name, daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
         thread.start()
         assert thread.ident is not None
         self._threads[thread.ident] = thread
@@ -71,15 +73,15 @@ class DaemonPool:
         self._end()
 
 
-def _serve(jobs: "queue.SimpleQueue[Job | None]", given_up: set[int]) -> None:
+def _serve(jobs: "queue.SimpleQueue[Job | None]") -> None:
     """What a thread does: job after job, until there is an end to them or the thread was given up."""
-    mine = threading.get_ident()
     while job := jobs.get():
-        job()
-        del job  # and what it holds, before the next one comes
-        if mine in given_up:
-            given_up.discard(mine)  # the system gives the number of a thread that has ended to a new one
+        try:
+            job()
+        except GivenUp:
             return
+        del job  # and what it holds, before the next one comes
+    jobs.put(None)  # the end is for all: also for a thread that nobody counts any more, or that starts just now
 
 
 def _end_threads(jobs: "queue.SimpleQueue[Job | None]", threads: dict[int, threading.Thread]) -> None:
@@ -88,8 +90,7 @@ def _end_threads(jobs: "queue.SimpleQueue[Job | None]", threads: dict[int, threa
             jobs.get_nowait()
         except queue.Empty:
             break
-    for _ in threads:
-        jobs.put(None)
+    jobs.put(None)
     deadline = time.monotonic() + CLOSE_S
     for thread in list(threads.values()):
         if thread is not threading.current_thread():

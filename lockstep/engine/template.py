@@ -28,6 +28,7 @@ from lockstep.processes import follow_parent, name_process
 
 NAME = "lockstep-ready"
 PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
 # What launchers and terminals send. The template leaves all of them to the launcher and the ranks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 Main = Callable[[], None]
@@ -48,7 +49,10 @@ class Template:
     def __init__(self, main: Main = run_program) -> None:
         self._line: socket.socket | None = None
         self._process = 0
-        if sys.platform != "linux" or not _adopt_orphans():
+        if sys.platform != "linux":
+            return
+        self._adopted_before = _adopts_orphans()
+        if not _adopt_orphans(True):
             return
         ours, theirs = socket.socketpair()
         launcher = os.getpid()
@@ -58,6 +62,7 @@ class Template:
         except OSError:  # no room for another process: ranks will start the plain way, or say so themselves
             ours.close()
             theirs.close()
+            _adopt_orphans(self._adopted_before)
             return
         if not self._process:
             try:
@@ -90,6 +95,9 @@ class Template:
             self._line = None
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._process, 0)
+            # Ranks are children by now. A program that goes on would otherwise get every orphan of whatever it starts,
+            # and wait for none.
+            _adopt_orphans(self._adopted_before)
 
     def __enter__(self) -> "Template":
         return self
@@ -100,12 +108,20 @@ class Template:
         self.close()
 
 
-def _adopt_orphans() -> bool:
-    """Whether orphans among this process's descendants become its children from now on."""
+def _adopt_orphans(does: bool) -> bool:
+    """Let orphans among this process's descendants become its children from now on, or not; whether that works."""
     try:
-        return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+        return bool(ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(does), 0, 0, 0) == 0)
     except (AttributeError, OSError):
         return False
+
+
+def _adopts_orphans() -> bool:
+    """Whether orphans among this process's descendants become its children."""
+    answer = ctypes.c_int(0)
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
+    return bool(answer.value)
 
 
 def _serve(line: socket.socket, launcher: int, main: Main) -> NoReturn:

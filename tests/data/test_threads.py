@@ -59,6 +59,7 @@ def test_a_thread_with_the_number_of_one_given_up_before_goes_on_working() -> No
             numbers.append(threading.get_ident())
             begun.set()
             gate.wait(60)
+            raise GivenUp
 
         pool.submit(hang)
         assert begun.wait(10)
@@ -78,6 +79,7 @@ def test_a_thread_given_up_is_replaced_and_takes_no_further_job() -> None:
     def hang() -> None:
         by.append(threading.get_ident())
         gate.wait(60)
+        raise GivenUp
 
     pool.submit(hang)
     wait_until(lambda: len(by) == 1)
@@ -94,6 +96,17 @@ def test_a_thread_given_up_is_replaced_and_takes_no_further_job() -> None:
     wait_until(lambda: len(by) == 11)
     assert by[0] not in by[1:]
     pool.close()
+
+
+def test_threads_that_nobody_counts_end_with_the_pool() -> None:
+    """One that was given up may be back before it hears of it, and wait for a job beside the one in its place."""
+    pool, by = DaemonPool(2, "test-uncounted"), []
+    pool.submit(lambda: by.append(threading.get_ident()))
+    wait_until(lambda: len(by) == 1)
+    assert pool.give_up(by[0])
+    assert count("test-uncounted") == 2
+    pool.close()
+    wait_until(lambda: count("test-uncounted") == 0)
 
 
 def test_a_thread_that_comes_back_too_late_is_told() -> None:

@@ -147,6 +147,21 @@ def test_where_nothing_can_be_forked_there_is_no_template() -> None:
     assert out.splitlines()[-1] == "0"
 
 
+def test_orphans_are_adopted_no_longer_than_the_template_is_open() -> None:
+    out, _ = finish(
+        "import ctypes\n"
+        "def adopts():\n"
+        " answer = ctypes.c_int(7)\n"
+        " ctypes.CDLL(None).prctl(37, ctypes.byref(answer), 0, 0, 0)\n"
+        " return answer.value\n"
+        "with Template(main) as t:\n"
+        " inside = adopts()\n"
+        " rank = start(t, 'exit', '5')\n"
+        "print(json.dumps([inside, adopts(), wait(rank)]), flush=True)"
+    )
+    assert json.loads(out.splitlines()[-1]) == [1, 0, 5]
+
+
 def test_ranks_and_template_end_with_a_killed_launcher() -> None:
     process = run(
         "t = Template(main)\n"
