@@ -26,10 +26,11 @@ from lockstep.data.own_data import OwnData
 from lockstep.data.pack import pack_parquet
 from lockstep.data.parquet import holds_parquet
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
+from lockstep.data.resident import Shelf
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
-from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
+from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder, suits_nvjpeg
 from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError, SharedError
@@ -351,19 +352,21 @@ def count_decode_threads(config: RunConfig, world: World, decoder: DecoderName) 
     return max(1, min(most, world.num_threads - 2))
 
 
-def plan_input(config: RunConfig, world: World) -> InputPlan:
-    """Who makes this run's batches, from what is asked for and what is there."""
+def plan_input(config: RunConfig, world: World, source: Source | None = None) -> InputPlan:
+    """Who makes this run's batches, from what is asked for and what is there; without a source its images are JPEGs."""
     data = config.data
+    is_odd = data.decoder == "auto" and source and not suits_nvjpeg(source, world.device, data.read_timeout_s)
+    decoder: DecoderName = "cpu" if is_odd else data.decoder
     return InputPlan(
-        decoder=choose_decoder(data.decoder, world.device),
-        threads=count_decode_threads(config, world, data.decoder),
+        decoder=choose_decoder(decoder, world.device),
+        threads=count_decode_threads(config, world, decoder),
         read_processes=data.read_processes,
         prefetch_batches=data.prefetch_batches,
     )
 
 
 def build_train_pipeline(
-    config: RunConfig, world: World, source: Source, start: Cursor, plan: InputPlan
+    config: RunConfig, world: World, source: Source, start: Cursor, plan: InputPlan, shelf: Shelf | None = None
 ) -> TrainPipeline:
     """This rank's training batches from `start` on."""
     data = config.data
@@ -390,11 +393,12 @@ def build_train_pipeline(
         # Code of the user's stays in the process that it was given to.
         read_processes=0 if isinstance(source, OwnData) else plan.read_processes,
         resident=data.resident,
+        shelf=shelf,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )
 
 
-def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> EvalPipeline:
+def build_eval_pipeline(config: RunConfig, world: World, source: Source, shelf: Shelf | None = None) -> EvalPipeline:
     """This rank's part of the validation set."""
     data = config.data
     return EvalPipeline(
@@ -414,5 +418,6 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
         decoder="cpu",
         resident=data.resident,
+        shelf=shelf,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

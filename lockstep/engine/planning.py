@@ -21,6 +21,7 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.generated import default_cache
 from lockstep.data.order import share
+from lockstep.data.sources import Source as DataSource
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
 from lockstep.engine.measure import Rig, suits_own_kernels
 from lockstep.engine.recorded import RecordedStep
@@ -55,6 +56,7 @@ def choose_plan(
     *,
     num_steps: int = 1,
     again: bool = False,
+    source: DataSource | None = None,
 ) -> Chosen:
     """The best plan for this run, remembered or measured now; every rank comes to the same answer.
 
@@ -63,7 +65,7 @@ def choose_plan(
     """
     setup = read_setup(world.broadcast_value(asdict(describe_setup(config, parts, world))))
     folders = [place if place.name != CACHE else place / setup.name for place in places]
-    plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world))
+    plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world, source))
     chosen = Chosen(plan, Profile(setup, 0.0), "default")
     if not _has_choice(config, parts, world):
         return chosen

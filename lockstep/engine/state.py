@@ -29,7 +29,7 @@ from lockstep.engine.evaluate import (
     list_passing,
     list_statistics,
 )
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import Diverged, LockstepError, SharedError
 from lockstep.optim.storage import fill_constants, load_named, named_arrays
 
 RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
@@ -119,7 +119,7 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
     if not world.sum(torch.tensor([int(bool(found))])).item():
         return
     good = next(iter(list_checkpoints(folder)), None)
-    raise SharedError(
+    raise Diverged(
         f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was "
         "written; lower optim.lr or lengthen optim.warmup, and "
         + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")

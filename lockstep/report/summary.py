@@ -38,6 +38,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         **_samples(parts),
         "prediction": to_table(told) if (told := look_back(last)) else None,
         "num_parameters": start.num_parameters,
+        "num_train": start.num_train,
         "device": start.device,
         "versions": start.versions,
     }
