@@ -11,6 +11,7 @@ from rich.console import Console
 from lockstep.errors import LockstepError
 from lockstep.processes import quit_on_interrupt
 
+WIDTH = 140  # columns of a table that goes to a file
 WORKER = re.compile(r"(\d{1,4})/(\d{1,4})")
 
 
@@ -76,8 +77,13 @@ def sweep(
         is_done = False
     files = write_results(found)
     console.print()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console = Console(width=WIDTH)
     console.print(build_table(found.file, find_places(found.rows(), found.file.measure), found.name))
     say(f"Wrote {' and '.join(map(str, files))}")
+    rows = found.rows()
+    if is_done and not any(row.status == "finished" for row in rows):
+        raise LockstepError(f"No trial of this sweep ended well; the first says: {rows[0].reason}")
     if not is_done:
         say(f"Interrupted: {found.phrase_go_on()}")
         raise typer.Exit(130)

@@ -120,7 +120,7 @@ def _build(
     given = {**fixed, **drawn}
     ranks = read_ranks(given.pop(RANKS, 1))
     names = [cell.name, *(f"{key.rpartition('.')[2]}-{value}" for key, value in point.items())]
-    slug = "_".join(re.sub(r"[^A-Za-z0-9.+-]+", "-", name).strip("-.") for name in names)
+    slug = "_".join(re.sub(r"[^A-Za-z0-9_.+-]+", "-", name).strip("-.") for name in names)
     try:
         settings = [*(write_setting(key, value) for key, value in given.items()), *overrides]
         _, config = load_recipe(recipe, settings)
