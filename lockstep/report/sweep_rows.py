@@ -146,8 +146,9 @@ def choose_best(rows: Sequence[Row], measure: str) -> Trial | None:
             draws.setdefault(row.trial.number, []).append(row)
     scores: dict[int, tuple[float, float]] = {}
     for key, draw in draws.items():
-        values, accuracies = [getattr(row, measure) for row in draw], [row.top1 for row in draw]
-        if any(value is None for value in accuracies):  # a seed diverged: such settings are not for a recommendation
+        values = [getattr(row, measure) for row in draw]
+        accuracies = [row.top1 for row in draw if row.top1 is not None]
+        if len(accuracies) < len(draw):  # a seed diverged: such settings are not for a recommendation
             continue
         reached = all(value is not None for value in values)
         score = statistics.fmean(values) if reached else float("inf") if measure in TO_TARGET else float("-inf")
