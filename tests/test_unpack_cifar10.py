@@ -62,7 +62,7 @@ def test_mosaics_are_cut_row_by_row(script: ModuleType, tmp_path: Path) -> None:
     colors = np.random.default_rng(0).integers(0, 256, (50, 100, 3), dtype=np.uint8)
     mosaic = colors.repeat(32, axis=0).repeat(32, axis=1)
     Image.fromarray(mosaic).save(tmp_path / "train_00.png")
-    np.save(tmp_path / "train_y.npy", np.arange(5000, dtype=np.uint8) % 10)
+    np.save(tmp_path / "train_y.npy", (np.arange(5000) % 10).astype(np.uint8))
     images, labels = script.read_split(script.read_files(tmp_path), True)
     assert images.shape == (5000, 32, 32, 3)
     assert (images[317] == colors[3, 17]).all()

@@ -55,7 +55,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     traces = [_draw(place, name, found, is_share) for place, (name, found) in enumerate(groups.items())]
     says = "; ".join(
         f"{name}: "
-        + ", ".join(f"{x} {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
+        + ", ".join(f"{x} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
         for name, found in groups.items()
     )
     values = [value for found in groups.values() for x, _ in found if (value := number(x)) is not None]
@@ -66,7 +66,9 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
         xaxis |= {"type": "log"} if ticks[0] > 0 and ticks[-1] >= MANY_TIMES * ticks[0] else {}
     else:
         xaxis |= {"type": "category"}
-    yaxis: dict[str, Any] = {"tickformat": ".0%"} if is_share else {"type": "log"}
+    means = [spread.mean for found in groups.values() for _, spread in found if spread.mean]
+    is_wide = not is_share and bool(means) and max(means) >= MANY_TIMES * min(means)
+    yaxis: dict[str, Any] = {"tickformat": ".0%"} if is_share else {"type": "log"} if is_wide else {}
     return Chart(
         name=what.replace("_", "-"),
         title=title,
