@@ -261,6 +261,34 @@ class DataConfig(Section):
         return self
 
 
+class AugmentConfig(Section):
+    """What training samples undergo beyond crop and flip, on the device that holds the batch."""
+
+    section = "augment"
+
+    pad: int = Field(
+        default=0, ge=0, le=1 << 15, description="pixels mirrored around the square, of which a part of its size is cut"
+    )
+    policy: Literal["none", "trivial"] = Field(
+        default="none", description="trivial: TrivialAugment, one operation of random strength on each sample"
+    )
+    erase: float = Field(default=0.0, ge=0, le=1, description="share of the samples of which a part is erased")
+    mixup: float = Field(
+        default=0.0, ge=0, le=1e3, description="alpha of mixup, which adds pairs of samples and their labels; 0: none"
+    )
+    cutmix: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="alpha of CutMix, by pairs likewise; with mixup one of the two, by chance",
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a sample has two labels."""
+        return bool(self.mixup or self.cutmix)
+
+
 class ModelConfig(Section):
     """Which network."""
 
@@ -532,6 +560,9 @@ class RunConfig(Section):
 
     description: str = Field(default="", description="a note for people")
     data: DataConfig = Field(default=DataConfig(), description="where samples come from and how they become a batch")
+    augment: AugmentConfig = Field(
+        default=AugmentConfig(), description="what training samples undergo beyond crop and flip"
+    )
     model: ModelConfig = Field(default=ModelConfig(), description="which network")
     optim: OptimConfig = Field(description="how gradients become weights")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="in which number formats the step runs")
@@ -545,6 +576,12 @@ class RunConfig(Section):
                 "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "
                 "model.name"
             )
+        smallest = min(self.data.image_size, *(step.size for step in self.data.image_sizes), MOST)
+        if self.augment.pad >= smallest:
+            raise ValueError(
+                f"augment.pad = {self.augment.pad} mirrors more pixels than images of data.image_size = {smallest} "
+                "have beside their edge; lower it"
+            )
         warmup, duration = self.optim.warmup, self.train.duration
         if warmup.unit == duration.unit and warmup.value > duration.value:
             raise ValueError(
@@ -554,7 +591,8 @@ class RunConfig(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    model.section: model for model in (DataConfig, ModelConfig, OptimConfig, PrecisionConfig, CommConfig, TrainConfig)
+    model.section: model
+    for model in (DataConfig, AugmentConfig, ModelConfig, OptimConfig, PrecisionConfig, CommConfig, TrainConfig)
 }
 KEYS = ("description", *(f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields))
 
