@@ -267,7 +267,10 @@ class AugmentConfig(Section):
     section = "augment"
 
     pad: int = Field(
-        default=0, ge=0, le=1 << 15, description="pixels mirrored around the square, of which a part of its size is cut"
+        default=0,
+        ge=0,
+        le=1 << 15,
+        description="pixels reflected around each square, of which one of its size is cut out at random",
     )
     policy: Literal["none", "trivial"] = Field(
         default="none", description="trivial: TrivialAugment, one operation of random strength on each sample"

@@ -68,7 +68,7 @@ def plan_amounts(
         (kinds == ROTATE, sign * ROTATION * part),
         (np.isin(kinds, tuple(ENHANCERS)), 1 + sign * ENHANCEMENT * part),
         (kinds == POSTERIZE, 8 - np.rint(6 * part)),
-        (kinds == SOLARIZE, 255 * (1 - part)),
+        (kinds == SOLARIZE, 255 * (STRENGTHS - 1 - strengths) / (STRENGTHS - 1)),
     ]
     return np.select([where for where, _ in choices], [amounts for _, amounts in choices])
 

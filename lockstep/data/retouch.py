@@ -149,6 +149,7 @@ def draw_erased(seed: int, epoch: int, samples: Samples, size: int, probability:
     uniform = draw_uniform(seed, epoch, ERASE_STREAM, samples[chosen], 4 * TRIES, first=1)
     found: Boxes
     found, fits = fit_crops(np.full((len(chosen), 2), size, np.int64), spread_crops(uniform, ERASED_AREA, ERASED_RATIO))
+    fits &= (found[:, 2:] < size).any(axis=1)  # or nothing would be left
     boxes[chosen[fits]] = found[fits].astype(np.int64)
     return boxes
 

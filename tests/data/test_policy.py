@@ -35,7 +35,7 @@ ORACLE: list[Callable[[Image.Image, float, int], Image.Image]] = [
     lambda image, part, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.99 * part),
     lambda image, part, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.99 * part),
     lambda image, part, sign: ImageOps.posterize(image, 8 - round(6 * part)),
-    lambda image, part, sign: ImageOps.solarize(image, 255 - 255 * part),
+    lambda image, part, sign: ImageOps.solarize(image, 255 - 8.5 * round(30 * part)),
     lambda image, part, sign: ImageOps.autocontrast(image),
     lambda image, part, sign: ImageOps.equalize(image),
 ]
@@ -51,7 +51,7 @@ def squares_of(size: int) -> list[np.ndarray]:
     return [noise, picture(size, size), few, spot, np.full((size, size, 3), 31, np.uint8)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 32, 45])
+@pytest.mark.parametrize("size", [1, 2, 33])
 def test_every_operation_at_every_strength_gives_pillows_levels(size: int) -> None:
     cases = [(kind, strength, sign) for kind in range(NUM_OPERATIONS) for strength in range(31) for sign in (-1, 1)]
     pictures = squares_of(size)
