@@ -530,7 +530,7 @@ class RunConfig(Section):
         smallest = min(self.data.image_size, *(step.size for step in self.data.image_sizes), MOST)
         if self.augment.pad >= smallest:
             raise ValueError(
-                f"augment.pad = {self.augment.pad} mirrors more pixels than images of data.image_size = {smallest} "
+                f"augment.pad = {self.augment.pad} reflects more pixels than images of data.image_size = {smallest} "
                 "have beside their edge; lower it"
             )
         warmup, duration = self.optim.warmup, self.train.duration

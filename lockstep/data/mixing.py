@@ -17,8 +17,10 @@ from torch import Tensor
 from lockstep.data.augment import MIX_STREAM, Shares, draw_uniform
 from lockstep.data.order import Samples
 
-# Numbers of a pair's stream: which of the two it is, where the box lies, and then those of its two gamma variables.
-CHOICE, PLACE, GAMMAS = 0, 1, 3
+# Numbers of a pair's stream before those of its two gamma variables: which of the two it is, and where the box lies.
+GAMMAS = 3
+# Below it every share is 0 or 1 to the last digit.
+LEAST_ALPHA = 1e-9
 
 
 class Mixing(NamedTuple):
@@ -69,7 +71,7 @@ def _draw_log_gamma(alpha: float, seed: int, epoch: int, samples: Samples, part:
         cube = (1 + normal / math.sqrt(9 * scale)) ** 3
         logarithm = np.log(np.maximum(cube, 1e-300))
         is_taken = (cube > 0) & (np.log1p(-accept) < normal**2 / 2 + scale * (1 - cube + logarithm))
-        values = math.log(scale) + logarithm + np.log1p(-power) / alpha
+        values = math.log(scale) + logarithm + np.log1p(-power) / max(alpha, LEAST_ALPHA)
         found[left[is_taken]] = values[is_taken]
         left = left[~is_taken]
         tries += 1

@@ -69,7 +69,8 @@ class Retouch:
         """One square on the host, before it is normalised."""
         if self.shifts is not None:
             down, across = (reflect(len(square), shift) for shift in self.shifts[row])
-            square = square[down[:, None], across]
+            # Whole rows, then whole pixels: several times as fast as both at once.
+            square = np.take(square[down].view("V3"), across, axis=1).view(np.uint8)
         if self.operations is not None:
             square = apply_operation(square, int(self.operations.kinds[row]), float(self.operations.amounts[row]))
         return square

@@ -83,7 +83,7 @@ def test_shares_follow_the_beta_distribution(alpha: float) -> None:
     assert drawn.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.04)  # the closed formula
 
 
-@pytest.mark.parametrize("alpha", [1e-3, 1e3])
+@pytest.mark.parametrize("alpha", [5e-324, 1e-3, 1e3])
 def test_extreme_alphas_give_numbers(alpha: float) -> None:
     drawn = draw_beta(alpha, 0, 0, np.arange(1000))
     assert ((drawn >= 0) & (drawn <= 1)).all()
