@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Duration, RunConfig, to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.errors import LockstepError
+from lockstep.recipe_values import Duration
 from lockstep.recipes.read import copy_recipe, list_recipes, load_recipe, recipe_text
 
 NAMES = ["alexnet-64k", "finetune-resnet50", "quickstart", "resnet50-256", "resnet50-64k", "resnet50-8k"]

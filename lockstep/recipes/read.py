@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig, Section
+from lockstep.config import KEYS, SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
+from lockstep.recipe_values import LONGEST_SHOWN
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
 
 MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
