@@ -29,6 +29,7 @@ def list_recipes(context: typer.Context) -> None:
     for recipe in read.list_recipes():
         table.add_row(recipe.name, recipe.summary)
     Console().print(table)
+    print("For another batch: lockstep recipes scale RECIPE --batch B (docs/recipes.md)")
 
 
 @recipes.command("show")
