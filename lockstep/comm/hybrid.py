@@ -125,8 +125,8 @@ class Hybrid:
 
 
 def sum_squares(arrays: Sequence[Tensor]) -> Tensor:
-    """The sum of all squares of at least one array; in pieces, as a CPU adds up in FP32."""
-    pieces = [piece for array in arrays for piece in array.split(PIECE)]
+    """The sum of all squares of at least one array; on a CPU, which adds up in FP32 one by one, in pieces."""
+    pieces = [piece for array in arrays for piece in (array.split(PIECE) if array.is_cpu else (array,))]
     alike = [[piece for piece in pieces if piece.dtype == dtype] for dtype in {piece.dtype for piece in pieces}]
     norms = [torch.stack(torch._foreach_norm(each, 2, dtype=torch.float32)) for each in alike]
     return torch.cat(norms).double().square().sum()
