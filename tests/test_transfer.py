@@ -170,6 +170,13 @@ def test_other_data_is_scaled_by_steps_an_epoch() -> None:
     assert "No point is published for resnet18 on 4,099 samples" in scaled.notes[0]
 
 
+def test_the_end_of_the_points_is_told_in_the_datas_own_batches() -> None:
+    (lr,) = (item for item in scale_recipe("cifar10-resnet18", 2560).derived if item.key == "optim.lr")
+    assert lr.after == pytest.approx(0.4 * math.sqrt(5), rel=1e-5)
+    # 8,192 of 1,281,167 are as many steps an epoch as 319.7 of 50,000.
+    assert lr.untested == "beyond the largest published batch, 8,192 on ImageNet, as 320 here: untested"
+
+
 def test_a_recipe_off_the_points_keeps_what_it_has_tuned(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     text = scale_recipe("resnet50-64k", 65_536).toml

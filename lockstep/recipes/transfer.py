@@ -10,7 +10,7 @@ steps an epoch, and momentum and weight decay stay.
 
 import textwrap
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import tomli_w
@@ -129,8 +129,8 @@ def _derive(config: RunConfig, batch: int, samples: int | None) -> tuple[list[De
         smoothing = optim.label_smoothing
         why = f"kept; all submissions to MLPerf that were read have {family.label_smoothing:g}"
         derived.append(Derived("optim.label_smoothing", smoothing, smoothing, why))
-    if there.untested:
-        steps = "1" if batch >= samples else f"{epochs * samples / batch:,.0f}"
+    if there.untested and is_same:
+        steps = f"{epochs * samples / batch:,.0f}"
         notes.append(
             f"{there.untested[0].upper()}{there.untested[1:]}. The run would have {steps} steps, where that point had "
             f"{_last_steps(family, there):,.0f}: with fewer, expect to lose accuracy or lengthen train.duration."
@@ -145,7 +145,15 @@ def _find_places(family: Family, config: RunConfig, batch: int, samples: int) ->
         return _Places(family.read(own), family.read(batch), True, f"{own:,}")
     factor = family.samples / samples
     way = f"from {own * factor:,.0f} to {batch * factor:,.0f} with {family.model} on {family.data}"
-    return _Places(family.read(own * factor), family.read(batch * factor), False, way)
+    here, there = (_translate(family.read(each * factor), family, factor) for each in (own, batch))
+    return _Places(here, there, False, way)
+
+
+def _translate(spot: Spot, family: Family, factor: float) -> Spot:
+    """What is said of the end of the points, with what that is on this data."""
+    end = family.points[0 if "below" in spot.untested else -1].batch
+    there = f"{end:,} on {family.data}, as {end / factor:,.0f} here"
+    return replace(spot, untested=spot.untested.replace(f"{end:,}", there))
 
 
 def _describe_other(family: Family, config: RunConfig, batch: int, samples: int) -> str:
