@@ -111,7 +111,11 @@ def is_packaged(name: str) -> bool:
 
 def copy_recipe(name: str, path: str | Path) -> None:
     """Write a recipe to a new file, to be edited there."""
-    text = recipe_text(name)
+    write_recipe(recipe_text(name), path)
+
+
+def write_recipe(text: str, path: str | Path) -> None:
+    """Write a recipe's text to a new file; one that is there stays."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
