@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from lockstep.config import RunConfig, show, to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.engine.starting import (
     MAX_SUMMARY_BYTES,
     Resume,
@@ -35,6 +35,7 @@ from lockstep.events import Event
 from lockstep.files import read_small
 from lockstep.named import GIVEN, describe, find_name, is_name, name_being_imported
 from lockstep.processes import end_on_second, quit_on_interrupt
+from lockstep.recipe_values import show
 from lockstep.recipes.read import write_setting
 from lockstep.report.sinks import parse_viewers
 

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig, Section
+from lockstep.config import KEYS, SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
 from lockstep.named import describe
+from lockstep.recipe_values import LONGEST_SHOWN
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
 
 MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
@@ -133,7 +134,11 @@ def is_packaged(name: str) -> bool:
 
 def copy_recipe(name: str, path: str | Path) -> None:
     """Write a recipe to a new file, to be edited there."""
-    text = recipe_text(name)
+    write_recipe(recipe_text(name), path)
+
+
+def write_recipe(text: str, path: str | Path) -> None:
+    """Write a recipe's text to a new file; one that is there stays."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from lockstep.config import LONGEST_SHOWN, show
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
+from lockstep.recipe_values import LONGEST_SHOWN, show
 from lockstep.recipes.complaints import RULES
 from lockstep.recipes.read import MAX_BYTES, is_packaged, read_toml
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config import RunConfig, show
+from lockstep.config import RunConfig
 from lockstep.errors import LockstepError
+from lockstep.recipe_values import show
 from lockstep.recipes.read import load_recipe, write_setting
 from lockstep.recipes.sweep_file import RANKS, Cell, SweepFile
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from lockstep.config import show
 from lockstep.files import read_small, write_whole
+from lockstep.recipe_values import show
 from lockstep.recipes.sweep_file import TO_TARGET, SweepFile
 from lockstep.recipes.trials import Trial
 from lockstep.report.compare import NONE, build_rich
