@@ -168,6 +168,7 @@ def renew(parts: Parts, config: RunConfig, world: World, sources: Sources) -> Pa
     refresh(parts)
     parts.note.zero_()
     parts.rule.begin_anew(config.optim.weight_decay)
+    parts.reducer.measures = False
     parts.clock.take()
     parts.model.train()
     fresh.reducer.close()

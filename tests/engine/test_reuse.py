@@ -85,7 +85,7 @@ def test_whatever_a_run_has_left_behind_is_gone(images: Path) -> None:
         parts = kept.build_parts(config, world, sources)
         for array in [*list_changing(parts).arrays(), *list_passing(parts.model), parts.half_weights, parts.note]:
             array.fill_(torch.nan if array.is_floating_point() else 77)
-        parts.rule.measures = True
+        parts.rule.measures = parts.reducer.measures = True
         again = kept.build_parts(other, world, sources)
         fresh = build_parts(other, world, sources)
         assert again.weights is parts.weights
@@ -94,6 +94,7 @@ def test_whatever_a_run_has_left_behind_is_gone(images: Path) -> None:
         assert torch.equal(again.half_weights, fresh.half_weights)
         assert not again.note.any()
         assert not again.rule.measures
+        assert not again.reducer.measures
         state, expected_state = again.model.state_dict(), fresh.model.state_dict()
         assert all(torch.equal(state[name], expected_state[name]) for name in expected_state)
 
