@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.config import show
+from lockstep.recipe_values import show
 from lockstep.recipes import read
 
 recipes = typer.Typer(

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import tomli_w
 from pydantic import ValidationError
 
-from lockstep.config import MOST, Duration, RunConfig, show
+from lockstep.config import RunConfig
 from lockstep.errors import LockstepError
+from lockstep.recipe_values import MOST, Duration, show
 from lockstep.recipes.complaints import describe_invalid
 from lockstep.recipes.points import Family, Spot, find_family, find_samples
 from lockstep.recipes.read import load_recipe, recipe_text
