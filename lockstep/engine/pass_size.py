@@ -20,13 +20,15 @@ from lockstep.comm.moment import seconds_between, take_moment, wait_for
 from lockstep.comm.world import World
 from lockstep.config import MOST, USUAL_PASS, RunConfig
 from lockstep.data.order import share
+from lockstep.engine.apply import apply_execution
 from lockstep.engine.build import Parts
-from lockstep.engine.measure import fake_batch
+from lockstep.engine.measure import fake_batch, suits_own_kernels
 from lockstep.engine.setup import default_plan_folder, describe_setup
 from lockstep.engine.state import put_back
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.files import read_small, write_whole
+from lockstep.plan.plan import Execution
 from lockstep.plan.profile import read_setup
 
 GAIN = 0.02  # by which a larger pass must be quicker for each of its samples
@@ -70,6 +72,8 @@ def _recall_or_measure(config: RunConfig, parts: Parts, world: World, again: boo
         return known, "remembered"
     begun = time.perf_counter()
     start, stop = share(config.train.global_batch, 0, world.size)
+    own_kernels = config.train.own_kernels != "off" and suits_own_kernels(parts.model)
+    apply_execution(Execution("own" if own_kernels else "torch"), parts)
     with put_back(parts):
         size = choose_size(stop - start, config.train.norm_batch, lambda size: _try(size, config, parts, world))
     if world.is_first:
