@@ -41,12 +41,17 @@ ORDER = {"seed": 5, "num_samples": 130}
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Hundreds of tiny passes: two threads would spend them waiting for each other."""
+def threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def alone() -> World:
+    """A world of one with one thread: of tiny passes by the hundred, two would spend them waiting for each other."""
+    world = world_of_one()
+    torch.set_num_threads(1)
+    return world
 
 
 def build_model(norm: bool) -> nn.Module:
@@ -125,13 +130,13 @@ def check_average(parts: Parts, history: list[dict[str, Tensor]]) -> None:
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_steps_average_masters_and_statistics_as_the_definition_has_it(compute: str) -> None:
-    world = world_of_one()
+    world = alone()
     parts = build_parts(world, compute=compute)
     check_average(parts, take_steps(parts, world, 0, 7))
 
 
 def test_a_run_without_an_average_steps_to_the_last_bit_alike() -> None:
-    world = world_of_one()
+    world = alone()
     plain, averaged = build_parts(world, average=0.0), build_parts(world)
     assert plain.average is None
     for mine, other in zip(take_steps(plain, world, 0, 4), take_steps(averaged, world, 0, 4), strict=True):
@@ -140,7 +145,7 @@ def test_a_run_without_an_average_steps_to_the_last_bit_alike() -> None:
 
 def test_steps_that_the_loss_scale_skips_do_not_move_it() -> None:
     """From 2**24 on the scale halves until gradients are finite; the average counts what is left."""
-    world = world_of_one()
+    world = alone()
     parts = build_parts(world, compute="fp16", initial_scale=2.0**24)
     history = take_steps(parts, world, 0, 24)
     assert parts.loss_scale
@@ -155,7 +160,7 @@ def test_steps_that_the_loss_scale_skips_do_not_move_it() -> None:
 
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_the_same_modules_compute_with_the_average_and_then_with_their_own_again(compute: str) -> None:
-    world = world_of_one()
+    world = alone()
     parts = build_parts(world, compute=compute)
     take_steps(parts, world, 0, 6)
     assert parts.average
@@ -192,7 +197,7 @@ def test_an_evaluation_counts_both_and_changes_nothing() -> None:
     """Two ranks evaluate with the mean of their statistics, and of their averages."""
     ranks = run_ranks(evaluate_on, 2)
     assert ranks[0][:2] == ranks[1][:2]
-    for result, average, before, after in (*ranks, evaluate_on(world_of_one())):
+    for result, average, before, after in (*ranks, evaluate_on(alone())):
         assert result.total == average.total == 2 * GLOBAL
         assert result.loss != average.loss
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -228,7 +233,7 @@ def test_a_run_goes_on_amid_it_to_the_last_bit_and_near_it_on_other_ranks(tmp_pa
 
 
 def test_an_average_that_a_checkpoint_lacks_begins_with_its_weights(tmp_path: Path) -> None:
-    world = world_of_one()
+    world = alone()
     plain = build_parts(world, average=0.0)
     take_steps(plain, world, 0, 3)
     save_state(tmp_path, State(step=3), plain, world, ORDER, keep=1)
@@ -248,11 +253,11 @@ def average_of(world: World) -> Tensor:
 
 
 def test_it_does_not_depend_on_the_number_of_ranks() -> None:
-    alone = average_of(world_of_one())
+    one = average_of(alone())
     for size in (2, 3):
         ranks = run_ranks(average_of, size)
         assert all(torch.equal(other, ranks[0]) for other in ranks)
-        torch.testing.assert_close(ranks[0], alone, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ranks[0], one, rtol=0, atol=1e-6)
 
 
 class Heard:
