@@ -86,12 +86,13 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Top-1 on the validation data, in [0, 1]; None before the first evaluation."""
-        return self.summary.get("top1")
+        """Top-1 on the validation data, in [0, 1], of the network that `load` gives; None before an evaluation."""
+        average = self.summary.get("average_top1")
+        return self.summary.get("top1") if average is None else average
 
-    def load(self, *, device: "str | Any | None" = None) -> "TrainedNetwork":
+    def load(self, *, device: "str | Any | None" = None, average: bool | None = None) -> "TrainedNetwork":
         """The trained network, its classes and its configuration, from the newest checkpoint."""
-        return load(self.folder, model=self._model, device=device)
+        return load(self.folder, model=self._model, device=device, average=average)
 
 
 def train(
@@ -137,13 +138,20 @@ def train(
 
 
 def load(
-    run: "str | Path", *, model: "nn.Module | Callable[..., nn.Module] | None" = None, device: "str | Any | None" = None
+    run: "str | Path",
+    *,
+    model: "nn.Module | Callable[..., nn.Module] | None" = None,
+    device: "str | Any | None" = None,
+    average: bool | None = None,
 ) -> "TrainedNetwork":
-    """The network of a run's folder or of one checkpoint's; `model` again where the program had given it."""
+    """The network of a run's folder or of one checkpoint's; `model` again where the program had given it.
+
+    Its weights are the averaged ones where there are some; with `average=False` those of the last step.
+    """
     from lockstep.engine.brought import Brought
     from lockstep.engine.inference import load_run
 
-    return load_run(run, device=device, brought=Brought(model=model))
+    return load_run(run, device=device, average=average, brought=Brought(model=model))
 
 
 def predict(trained: "TrainedNetwork", images: "Sequence[str | Path | bytes]", *, top: int = 5) -> "list[Prediction]":
@@ -270,8 +278,9 @@ def _check_start(
 ) -> None:
     """What is wrong with the ranks, the data or the folder is said once, before any rank starts."""
     from lockstep.engine.brought import has_own_data
-    from lockstep.engine.build import check_shares, open_sources
+    from lockstep.engine.build import open_sources
     from lockstep.engine.owner import check_unowned
+    from lockstep.engine.passes import check_shares
     from lockstep.engine.run import prepare_folder
     from lockstep.report.display import progress
 

@@ -153,10 +153,12 @@ def tune(
     """Measure how a recipe's step is best taken on these ranks, and remember it for later runs."""
     with quit_on_interrupt():
         from lockstep.comm.world import join_world, read_membership
-        from lockstep.engine.build import check_shares, open_sources
+        from lockstep.engine.build import open_sources
         from lockstep.engine.launch import choose_num_ranks, has_gpu, launch_ranks
-        from lockstep.engine.planning import default_plan_folder, tune_recipe
+        from lockstep.engine.passes import check_shares
+        from lockstep.engine.planning import tune_recipe
         from lockstep.engine.run import explain_failures
+        from lockstep.engine.setup import default_plan_folder
         from lockstep.engine.template import Template
         from lockstep.plan.folder import read_profile
         from lockstep.report.display import progress

@@ -26,6 +26,8 @@ from lockstep.recipe_values import (
     show,
 )
 
+USUAL_PASS = 256  # samples, where nobody says how many and nobody measures it
+
 # Networks whose settings have keys of their own in [model]; those of any other stand in [model.settings].
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -367,9 +369,21 @@ class OptimConfig(Section):
         default="cross_entropy", description="what is minimised: cross_entropy, or package.module:name (docs/api.md)"
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share of the target spread over all classes")
+    average: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="what a moving average of the weights keeps of itself at an update, such as 0.999; 0: no average",
+    )
+    average_every: int = Field(default=1, ge=1, le=MOST, description="steps between two updates of that average")
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
+        if self.average_every != 1 and not self.average:
+            raise ValueError(
+                f"optim.average_every = {self.average_every} has no effect without an average; set optim.average, such "
+                "as 0.99, or leave it at 1"
+            )
         if self.schedule == "step" and not self.milestones:
             raise ValueError('optim.schedule = "step" needs optim.milestones, such as ["30ep", "60ep", "80ep"]')
         for early, late in zip(self.milestones, self.milestones[1:], strict=False):
@@ -383,16 +397,17 @@ class PrecisionConfig(Section):
 
     section = "precision"
     only_with = {
-        "loss_scale": ("compute", ("fp16",)),
-        "initial_scale": ("compute", ("fp16",)),
-        "growth_steps": ("compute", ("fp16",)),
-        "min_scale": ("compute", ("fp16",)),
-        "max_scale": ("compute", ("fp16",)),
+        "loss_scale": ("compute", ("auto", "fp16")),
+        "initial_scale": ("compute", ("auto", "fp16")),
+        "growth_steps": ("compute", ("auto", "fp16")),
+        "min_scale": ("compute", ("auto", "fp16")),
+        "max_scale": ("compute", ("auto", "fp16")),
     }
 
-    compute: Literal["fp32", "tf32", "fp16", "bf16"] = Field(
-        default="fp32",
-        description="format of multiplications; tf32 where a GPU has it, fp16 and bf16 keep FP32 master weights",
+    compute: Literal["auto", "fp32", "tf32", "fp16", "bf16"] = Field(
+        default="auto",
+        description="format of multiplications; auto: fp16 on GPUs with tensor cores, fp32 elsewhere; fp16 and bf16 "
+        "have FP32 master weights",
     )
     loss_scale: Literal["dynamic", "static"] = Field(
         default="dynamic", description="halved by an overflow and doubled after good steps, or left alone (fp16)"
@@ -410,6 +425,11 @@ class PrecisionConfig(Section):
                 f"{show(self.min_scale)} and precision.max_scale = {show(self.max_scale)}"
             )
         return self
+
+    def settle(self, compute: str) -> Self:
+        """The same in this format; the settings of a loss scale that it has none of go back to their defaults."""
+        kept = {key for key in type(self).model_fields if compute in self.only_with.get(key, ("", (compute,)))[1]}
+        return type(self).model_validate(self.model_dump(include=kept) | {"compute": compute})
 
 
 class CommConfig(Section):
@@ -458,10 +478,20 @@ class TrainConfig(Section):
     duration: Duration = Field(examples=["90ep"], description="length of the whole run")
     seed: int = Field(default=0, ge=0, le=2**63 - 1, description="decides weights, order and crops")
     max_batch_per_rank: int = Field(
-        default=256, ge=1, le=MOST, description="a larger share runs in several passes whose gradients add"
+        default=0,
+        ge=0,
+        le=MOST,
+        description="a larger share runs in several passes whose gradients add; 0: what fits and is quickest on a GPU, "
+        "256 on a CPU",
     )
     accumulate: int = Field(
         default=0, ge=0, le=MOST, description="passes of a step on each rank; 0: by max_batch_per_rank"
+    )
+    norm_batch: int = Field(
+        default=0,
+        ge=0,
+        le=MOST,
+        description="samples over which batch norm takes its statistics, at most: no pass is larger; 0: a whole pass",
     )
     eval_every: Duration = Field(default=Duration(1, "ep"), description='between evaluations; "0st": only at the end')
     checkpoint_every: Duration = Field(
@@ -490,11 +520,16 @@ class TrainConfig(Section):
     def _is_possible(self) -> Self:
         if self.duration.value == 0:
             raise ValueError(f'train.duration = {show(self.duration)} trains nothing; give a length such as "90ep"')
-        usual = type(self).model_fields["max_batch_per_rank"].default
-        if self.accumulate and self.max_batch_per_rank != usual:
+        # Runs of an older version have the usual size beside it.
+        if self.accumulate and self.max_batch_per_rank not in (0, USUAL_PASS):
             raise ValueError(
                 f"train.accumulate = {self.accumulate} and train.max_batch_per_rank = {self.max_batch_per_rank} both "
-                f"say in how many passes a step runs; leave the first at 0 or the second at {usual}"
+                "say in how many passes a step runs; leave one of the two at 0"
+            )
+        if self.accumulate and self.norm_batch:
+            raise ValueError(
+                f"train.accumulate = {self.accumulate} and train.norm_batch = {self.norm_batch} both say how large a "
+                "pass is; leave one of the two at 0"
             )
         if self.accumulate > self.global_batch:
             raise ValueError(
@@ -502,6 +537,12 @@ class TrainConfig(Section):
                 f"{self.global_batch} has samples; lower it"
             )
         return self
+
+    @property
+    def largest_pass(self) -> int:
+        """Samples of a pass at most, by these settings alone."""
+        most = self.max_batch_per_rank or USUAL_PASS
+        return min(most, self.norm_batch) if self.norm_batch else most
 
 
 class RunConfig(Section):

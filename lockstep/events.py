@@ -188,11 +188,17 @@ class Evaluated(Event):
     loss: float
     seconds: float
     bad_samples: int = 0  # unreadable ones, which were left out
+    # The same of the averaged weights; None where there are none.
+    average_top1: float | None = None
+    average_top5: float | None = None
+    average_correct1: int | None = None
+    average_correct5: int | None = None
+    average_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MistakesFound(Event):
-    """What the last evaluation got wrong."""
+    """What the last evaluation got wrong, by the averaged weights where there are some."""
 
     step: int
     confusion: list[list[int]]  # [class, taken for, how often], those that happened, the most frequent first

@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from lockstep.engine.scoring import Score
 
 Run = Annotated[Path, typer.Argument(parser=Path, help="A run's folder, or one of its checkpoints.", metavar="RUN")]
+Average = Annotated[
+    bool | None,
+    typer.Option(
+        "--average/--no-average",
+        help="The averaged weights, or those of the last step; averaged ones where there are some, if not given.",
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write all of it as JSON.", metavar="FILE")]
 MOST_SHOWN = 10  # classes and mistakes in the terminal; all of them are in the JSON file
 FEW_IMAGES = 100  # take no time worth a word
@@ -39,6 +46,7 @@ def predict(
     json_file: Json = None,
     html: Annotated[Path | None, typer.Option(help="Write a contact sheet that opens offline.", metavar="FILE")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda; a GPU if there is one, if not given.")] = None,
+    average: Average = None,
 ) -> None:
     """Say what is in images, by the names of the run's classes. Exits with 1 if an image could not be read."""
     with quit_on_interrupt():
@@ -49,7 +57,7 @@ def predict(
 
     _check_targets(json_file, html)
     files = find_images([place.expanduser() for place in images])
-    trained = load_run(run, device=device, warn=_warn)
+    trained = load_run(run, device=device, average=average, warn=_warn)
     show = progress("Predicting", Console(stderr=True)) if len(files) > FEW_IMAGES else None
     answers = ask(trained, files, top=top, progress=show)
     console = Console()
@@ -106,7 +114,7 @@ def _draw_sheet(trained: "TrainedNetwork", files: list[Path], answers: "list[Pre
         for number, place in enumerate(readable)
     ]
     unreadable = [(answer.name, answer.failure) for answer in answers if answer.failure]
-    return build_contact_sheet(f"{trained.run.name}, step {trained.step:,}", shots, unreadable)
+    return build_contact_sheet(name_weights(trained), shots, unreadable)
 
 
 def evaluate(
@@ -123,11 +131,12 @@ def evaluate(
     ranks: Annotated[
         str | None, typer.Option(metavar="N", help="Ranks to start; one per GPU, or 1 on the CPU, if not given.")
     ] = None,
+    average: Average = None,
 ) -> None:
     """Measure a run's network: top-1, top-5, class by class, and what it takes for what."""
     with quit_on_interrupt():
         from lockstep.comm.world import join_world, read_membership
-        from lockstep.engine.inference import find_run, load_run
+        from lockstep.engine.inference import choose_compute, find_run, load_run
         from lockstep.engine.launch import choose_num_ranks, launch_ranks
         from lockstep.engine.run import explain_failures
         from lockstep.engine.scoring import open_scored, score
@@ -144,6 +153,7 @@ def evaluate(
             if num_ranks > 1:
                 arguments = ["evaluate", str(run), *([str(data)] if data else [])]
                 arguments += [f"--json={json_file}"] if json_file else []
+                arguments += [] if average is None else ["--average" if average else "--no-average"]
                 raise typer.Exit(launch_ranks(template, (num_ranks, num_ranks), arguments))
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
@@ -152,7 +162,11 @@ def evaluate(
         try:
             # In the run's own number format, whatever the device: the counts shall be the run's own.
             trained = load_run(
-                run, device=world.device, compute=config.precision.compute, warn=_warn if world.is_first else _ignore
+                run,
+                device=world.device,
+                compute=choose_compute(config, world.device, keeps=True),
+                average=average,
+                warn=_warn if world.is_first else _ignore,
             )
             source = open_scored(trained, data)
         except LockstepError as error:  # every rank comes to the same
@@ -172,7 +186,7 @@ def _show_score(trained: "TrainedNetwork", result: "Score", told: str) -> None:
     from lockstep.report.phrases import percent, plural
 
     console, accuracy, names = Console(), result.accuracy, trained.classes
-    print_plain(console, f"{trained.run.name}, step {trained.step:,}, on {told}: {plural(accuracy.total, 'image')}")
+    print_plain(console, f"{name_weights(trained)}, on {told}: {plural(accuracy.total, 'image')}")
     absent = [names[place] for place, (_, total) in enumerate(result.classes) if not total]
     if absent:
         listed = ", ".join(absent[:MOST_SHOWN]) + (", …" if len(absent) > MOST_SHOWN else "")
@@ -233,6 +247,7 @@ def export(
         str, typer.Option(help="Images at a time in onnx and torch-export: dynamic, or a number.", metavar="N|dynamic")
     ] = "dynamic",
     card: Annotated[bool, typer.Option(help="Write a model card beside, as FILE's name with .md.")] = True,
+    average: Average = None,
 ) -> None:
     """Write a run's network for other programs, each file checked against the network before it is there."""
     with quit_on_interrupt():
@@ -247,7 +262,7 @@ def export(
     files: list[Path] = []
     for kind in wanted:
         # Each anew: an exporter may leave its marks on a network.
-        trained = load_run(run, device="cpu", compute="fp32", warn=_warn)
+        trained = load_run(run, device="cpu", compute="fp32", average=average, warn=_warn)
         base = out.expanduser() if out else trained.run / "export" / "model.safetensors"
         file = base if out and len(wanted) == 1 else base.with_suffix(SUFFIXES[kind])
         written = write(trained, kind, file, None if batch == "dynamic" else int(batch))
@@ -270,11 +285,20 @@ def _draw_card(trained: "TrainedNetwork", files: list[Path]) -> str:
         events = []
     config = hide_places(trained.config)
     names = [file.name for file in files]
-    return build_card(Subject(trained.run.name, trained.step, trained.classes, config, __version__, names), events)
+    subject = Subject(
+        trained.run.name, trained.step, trained.classes, config, __version__, names, is_average=trained.is_average
+    )
+    return build_card(subject, events)
+
+
+def name_weights(trained: "TrainedNetwork") -> str:
+    """Which weights these are, in a few words."""
+    return f"{trained.run.name}, step {trained.step:,}{', averaged weights' if trained.is_average else ''}"
 
 
 def _name_network(trained: "TrainedNetwork") -> dict[str, Any]:
-    return {"run": trained.run.name, "step": trained.step, "class_names": list(trained.classes)}
+    names = {"run": trained.run.name, "step": trained.step, "class_names": list(trained.classes)}
+    return names | ({"average": True} if trained.is_average else {})
 
 
 def _dump(value: dict[str, Any]) -> str:

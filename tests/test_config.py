@@ -151,7 +151,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         (["data.std=[1, 0, 1]"], "data.std = [1.0, 0.0, 1.0] must be three numbers above 0"),
         (
             ["precision.compute=bf16", "precision.min_scale=2"],
-            'precision.min_scale = 2.0 has no effect with precision.compute = "bf16", only with fp16; '
+            'precision.min_scale = 2.0 has no effect with precision.compute = "bf16", only with auto, fp16; '
             "leave it at 1.0 or change precision.compute",
         ),
         (
@@ -181,8 +181,17 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         ),
         (
             ["train.accumulate=2", "train.max_batch_per_rank=4"],
-            "train.accumulate = 2 and train.max_batch_per_rank = 4 both say in how many passes a step runs; leave the "
-            "first at 0 or the second at 256",
+            "train.accumulate = 2 and train.max_batch_per_rank = 4 both say in how many passes a step runs; leave one "
+            "of the two at 0",
+        ),
+        (
+            ["train.accumulate=2", "train.norm_batch=4"],
+            "train.accumulate = 2 and train.norm_batch = 4 both say how large a pass is; leave one of the two at 0",
+        ),
+        (
+            ["optim.average_every=5"],
+            "optim.average_every = 5 has no effect without an average; set optim.average, such as 0.99, or leave it "
+            "at 1",
         ),
         (
             ["train.accumulate=9"],
@@ -249,7 +258,7 @@ def test_an_impossible_combination_is_a_sentence(tmp_path: Path, overrides: list
         ("optim.momentun", "optim.momentum"),
         ("optimizer.lr", "optim.lr"),
         ("lr", "optim.lr"),
-        ("train.batchsize", "train.global_batch"),
+        ("train.globalbatch", "train.global_batch"),
         ("train.global_batch_size", "train.global_batch"),
         ("model.label_smoothing", "optim.label_smoothing"),
         ("data.imagesize", "data.image_size"),

@@ -260,7 +260,8 @@ def test_lars_on_unknown_data_asks_for_samples(tmp_path: Path) -> None:
         LockstepError, match=r'^How many samples .* data\.path = "photos", and lars .*; give --samples\.$'
     ):
         scale_recipe(str(file), 8192)
-    file.write_text(file.read_text().replace("[train]", "[train]\naccumulate = 9000"))
+    text = file.read_text().replace("norm_batch = 256\n", "")
+    file.write_text(text.replace("[train]", "[train]\naccumulate = 9000"))
     with pytest.raises(
         LockstepError, match=r"^train\.accumulate = 9000 asks for more passes .*\(recipe mine at batch 8192\)\.$"
     ):

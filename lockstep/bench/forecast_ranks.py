@@ -22,7 +22,7 @@ from lockstep.bench.virtual import fork_ranks
 from lockstep.comm.cost import Choice
 from lockstep.comm.fusion import ReductionPlan, plan_buffers
 from lockstep.comm.world import World, count_cores, join_world, read_membership
-from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.engine.apply import apply_reduction, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
 from lockstep.engine.measure import fake_batch
@@ -70,6 +70,7 @@ class Case:
             model=ModelConfig(name=self.model, width=self.width),
             optim=OptimConfig(name="lars", lr=0.1),
             comm=CommConfig(tune_s=0.0),
+            precision=PrecisionConfig(compute="fp32"),
             train=TrainConfig(global_batch=self.batch * num_ranks, duration="1ep", max_batch_per_rank=self.batch),  # type: ignore[arg-type]
         )
 

@@ -40,10 +40,10 @@ from lockstep.engine.build import (
     build_layout,
     build_network,
     build_schedule,
-    check_shares,
     count_steps,
     plan_input,
 )
+from lockstep.engine.passes import check_shares
 from lockstep.engine.run import describe_changes, write_config
 from lockstep.engine.state import State, load_state, save_state
 from lockstep.engine.step import train_step

@@ -19,9 +19,9 @@ from lockstep.comm.reducer import Reducer, allocate_gradients
 from lockstep.comm.topology import Topology, find_topology
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
-from lockstep.config import DataConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.config import DataConfig, PrecisionConfig, RunConfig
 from lockstep.data.generated import build_generated, default_cache
-from lockstep.data.order import Cursor, share, steps_per_epoch
+from lockstep.data.order import Cursor, steps_per_epoch
 from lockstep.data.own_data import OwnData
 from lockstep.data.pack import pack_parquet
 from lockstep.data.parquet import holds_parquet
@@ -33,6 +33,8 @@ from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
 from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, Means, choose_decoder, suits_nvjpeg
 from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
+from lockstep.engine.passes import check_shares, plan_passes
+from lockstep.engine.statistics import list_averaged
 from lockstep.engine.timing import Clock
 from lockstep.errors import LockstepError, SharedError
 from lockstep.layout import Layout, plan_layout
@@ -41,6 +43,7 @@ from lockstep.models.freeze import freeze
 from lockstep.models.mixed import compute_in
 from lockstep.named import GIVEN
 from lockstep.optim.adamw import AdamW
+from lockstep.optim.average import Average
 from lockstep.optim.groups import describe_parameters, find_half
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
@@ -84,6 +87,7 @@ class Parts:
     lr: Tensor  # of this step, on the device, so that a recorded step can read it
     note: Tensor  # what this rank adds to the side numbers, likewise: its wish to stop, digits of its weights
     loss_scale: LossScale | None  # None unless gradients are FP16
+    average: Average | None  # of the weights, where one is asked for
     schedule: Schedule
     clock: Clock
     loss: SummedLoss
@@ -118,20 +122,6 @@ def count_steps(config: RunConfig, num_samples: int) -> tuple[int, int]:
     """Steps in an epoch and in the whole run."""
     in_epoch = steps_per_epoch(num_samples, config.train.global_batch)
     return in_epoch, max(1, config.train.duration.steps(in_epoch))
-
-
-def check_shares(config: RunConfig, num_ranks: int) -> None:
-    """Refuse a world in which a rank would never get a sample."""
-    if num_ranks > config.train.global_batch:
-        raise LockstepError(
-            f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks; "
-            "give at least one sample to each."
-        )
-    if config.train.accumulate * num_ranks > config.train.global_batch:
-        raise LockstepError(
-            f"train.global_batch = {config.train.global_batch} cannot be shared by {num_ranks} ranks in "
-            f"train.accumulate = {config.train.accumulate} passes each; give at least one sample to each pass."
-        )
 
 
 def build_parts(config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING) -> Parts:
@@ -204,6 +194,7 @@ def assemble(
         lr=torch.zeros((), device=world.device),
         note=torch.zeros(NUM_NOTES, device=world.device),
         loss_scale=build_loss_scale(config, layout, world.device),
+        average=build_average(config, model, weights),
         schedule=schedule,
         clock=Clock(world.device),
         loss=loss,
@@ -229,15 +220,6 @@ def share_array(world: World, values: Tensor, source: int = 0) -> None:
     world.broadcast(content, source)
     with torch.no_grad():
         values.copy_(content.view(values.dtype).view(values.shape))
-
-
-def plan_passes(train: TrainConfig, rank: int, num_ranks: int) -> int | Fraction:
-    """Samples of a pass: a batch of n runs in ⌈n / this⌉ passes, a whole share in exactly `train.accumulate`.
-
-    The smaller last batch of an epoch takes fewer in proportion.
-    """
-    start, stop = share(train.global_batch, rank, num_ranks)
-    return Fraction(max(1, stop - start), train.accumulate) if train.accumulate else train.max_batch_per_rank
 
 
 def build_layout(config: RunConfig, model: nn.Module) -> Layout:
@@ -327,6 +309,13 @@ def build_loss_scale(config: RunConfig, layout: Layout, device: torch.device) ->
         floor=precision.initial_scale if is_static else precision.min_scale,
         ceiling=precision.initial_scale if is_static else precision.max_scale,
     )
+
+
+def build_average(config: RunConfig, model: nn.Module, weights: Tensor) -> Average | None:
+    """The moving average that the recipe asks for."""
+    optim = config.optim
+    statistics = list_averaged(model)
+    return Average(weights, statistics, decay=optim.average, every=optim.average_every) if optim.average else None
 
 
 def build_schedule(config: RunConfig, in_epoch: int, total: int) -> Schedule:

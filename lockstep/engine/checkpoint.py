@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,12 @@ def load_checkpoint(
     folder: Path,
     warn: Callable[[str], None],
     check: Callable[[Checkpoint], None] = lambda checkpoint: None,
-    only: str = "",
+    only: Sequence[str] = (),
 ) -> Checkpoint:
     """The newest undamaged checkpoint under `folder`; `warn` hears of each one passed over.
 
-    `check` raises DamagedCheckpoint for one that says what cannot be, though its hashes are right. `only` this file's
-    arrays are read, if it is named.
+    `check` raises DamagedCheckpoint for one that says what cannot be, though its hashes are right. `only` the first of
+    these files that it has is read, if any are named.
     """
     paths = list_checkpoints(folder)
     for path in paths:
@@ -129,15 +129,16 @@ def load_checkpoint(
     raise LockstepError(f"There is no checkpoint under {folder} to resume from; check the path.")
 
 
-def read_checkpoint(path: Path, only: str = "") -> Checkpoint:
-    """Read one checkpoint, or `only` one of its files, and verify the hashes of what is read."""
+def read_checkpoint(path: Path, only: Sequence[str] = ()) -> Checkpoint:
+    """Read one checkpoint, or `only` the first of these files that it has, and verify the hashes of what is read."""
     try:
         manifest = _read_manifest(path)
         files: dict[str, dict[str, Tensor]] = {}
+        wanted = next((name for name in only if f"{name}.safetensors" in manifest["sha256"]), "")
         for name, expected in manifest["sha256"].items():
             if not FILE_NAME.fullmatch(name):
                 raise DamagedCheckpoint(f"its manifest names a file {name[:40]!r}")
-            if only and name != f"{only}.safetensors":
+            if only and name != f"{wanted}.safetensors":
                 continue
             data = read_small(path / name, MAX_TENSOR_BYTES)
             if hashlib.sha256(data).hexdigest() != expected:

@@ -22,6 +22,7 @@ RULES = ("sgd", "lars", "lamb", "adamw")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
 CLASSES = "classes"  # the key of their names
 MAX_NAMES_BYTES = 1 << 25  # of all of them, as JSON has them: far less than a manifest may have
+NETWORKS = ("model", "average")  # files that hold a whole network
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 
@@ -82,7 +83,7 @@ def _check_formats(files: Mapping[str, Mapping[str, Tensor]]) -> None:
     somebody's own network may be of any whole numbers."""
     for file, arrays in files.items():
         for name, array in arrays.items():
-            if array.dtype not in ((torch.float32, *WHOLE) if file == "model" else (torch.float32, torch.int64)):
+            if array.dtype not in ((torch.float32, *WHOLE) if file in NETWORKS else (torch.float32, torch.int64)):
                 raise DamagedCheckpoint(f"{file}.safetensors has {name[:40]} in a format of another program")
 
 

@@ -110,6 +110,7 @@ def describe(trained: TrainedNetwork) -> dict[str, str]:
         "eval_resize": str(data.eval_resize),
         "model": trained.config.model.name,
         "step": str(trained.step),
+        "weights": "averaged" if trained.is_average else "of the last step",
         "lockstep": __version__,
         "recipe": to_toml(hide_places(trained.config)),
     }

@@ -33,6 +33,8 @@ from lockstep.engine.checkpoint import (
     read_checkpoint,
 )
 from lockstep.engine.counters import CLASSES, are_names
+from lockstep.engine.number_format import find_format
+from lockstep.engine.state_files import AVERAGE, MODEL
 from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
 from lockstep.files import read_small
@@ -43,7 +45,6 @@ from lockstep.recipes.read import load_recipe
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16"]
 Progress = Callable[[int, int], None]
-MODEL = "model"  # the file of a checkpoint that holds the network
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class TrainedNetwork:
     checkpoint: Path
     step: int
     device: torch.device
+    is_average: bool = False  # whether its weights are the average of the run's
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,21 +96,29 @@ def load_run(
     *,
     device: str | torch.device | None = None,
     compute: Compute | None = None,
+    average: bool | None = None,
     warn: Callable[[str], None] = lambda text: None,
     brought: Brought = NOTHING,
 ) -> TrainedNetwork:
     """The network of a run's folder, from its newest good checkpoint, or of one checkpoint's folder.
 
     If not given, `device` is a GPU where there is one, and `compute` the number format of the run; but FP16 on a CPU,
-    which is slow there, becomes FP32. `warn` hears of damaged checkpoints. `brought` is what a program gave to the run.
+    which is slow there, becomes FP32. `average`: the averaged weights or those of the last step; if not given, the
+    averaged ones where there are some (`optim.average`). `warn` hears of damaged checkpoints. `brought` is what a
+    program gave to the run.
     """
     run, only = find_run(Path(path).expanduser())
     _, config = load_recipe(str(run / "config.toml"))
     device = choose_device(device)
-    compute = compute or _choose_compute(config, device)
+    compute = compute or choose_compute(config, device)
     computed = _with_compute(config, compute)
-    checkpoint = _read_weights(run, only, warn)
-    arrays, classes = checkpoint.files[MODEL], read_classes(run, checkpoint.state)
+    checkpoint = _read_weights(run, only, (MODEL,) if average is False else (AVERAGE, MODEL), warn)
+    ((kind, arrays),) = checkpoint.files.items()
+    if average and kind != AVERAGE:
+        raise LockstepError(
+            f"{checkpoint.path} holds no averaged weights: optim.average was not set; leave out --average."
+        )
+    classes = read_classes(run, checkpoint.state)
     network = _build(computed, len(classes), arrays, checkpoint.path, brought)
     set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
@@ -123,6 +133,7 @@ def load_run(
         checkpoint=checkpoint.path,
         step=int(checkpoint.path.name.rpartition("-")[2]),
         device=device,
+        is_average=kind == AVERAGE,
     )
 
 
@@ -164,8 +175,11 @@ def choose_device(asked: str | torch.device | None) -> torch.device:
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
-def _choose_compute(config: RunConfig, device: torch.device) -> Compute:
-    return "fp32" if config.precision.compute == "fp16" and device.type == "cpu" else config.precision.compute
+def choose_compute(config: RunConfig, device: torch.device, *, keeps: bool = False) -> Compute:
+    """The run's number format, but FP16 on a CPU is FP32 unless the run's own counts are to be repeated (`keeps`)."""
+    asked = config.precision.compute
+    compute: Compute = find_format(device) if asked == "auto" else asked  # which no run leaves behind
+    return "fp32" if compute == "fp16" and device.type == "cpu" and not keeps else compute
 
 
 def _with_compute(config: RunConfig, compute: Compute) -> RunConfig:
@@ -173,11 +187,11 @@ def _with_compute(config: RunConfig, compute: Compute) -> RunConfig:
     return config.model_copy(update={"precision": precision})
 
 
-def _read_weights(run: Path, only: Path | None, warn: Callable[[str], None]) -> Checkpoint:
-    """The newest good checkpoint of a run, or the one named; of its files the network alone."""
+def _read_weights(run: Path, only: Path | None, wanted: Sequence[str], warn: Callable[[str], None]) -> Checkpoint:
+    """The newest good checkpoint of a run, or the one named; of its files the network alone, the first of `wanted`."""
     if only:
         try:
-            checkpoint = read_checkpoint(only, MODEL)
+            checkpoint = read_checkpoint(only, wanted)
             _check_usable(checkpoint)
             return checkpoint
         except DamagedCheckpoint as damage:
@@ -187,11 +201,11 @@ def _read_weights(run: Path, only: Path | None, warn: Callable[[str], None]) -> 
     folder = run / "checkpoints"
     if not list_checkpoints(folder):
         raise LockstepError(f"{run} has no checkpoint yet, so there is no network to use; train it further first.")
-    return load_checkpoint(folder, warn, _check_usable, only=MODEL)
+    return load_checkpoint(folder, warn, _check_usable, only=wanted)
 
 
 def _check_usable(checkpoint: Checkpoint) -> None:
-    if MODEL not in checkpoint.files or not isinstance(checkpoint.state, dict):
+    if not checkpoint.files or not isinstance(checkpoint.state, dict):
         raise DamagedCheckpoint("it holds no network")
     if not are_names(checkpoint.state.get(CLASSES, [])):
         raise DamagedCheckpoint(f"its manifest says nothing possible of {CLASSES}")

@@ -282,9 +282,12 @@ def _shorten(error: Exception) -> str:
     return next(filter(None, lines), type(error).__name__)[:200]
 
 
-def fake_batch(config: RunConfig, world: World) -> Batch:
-    """A batch like this rank's, in the precision the pipeline gives, of noise: a GPU runs faster on empty images."""
-    start, stop = share(config.train.global_batch, world.rank, world.size)
+def fake_batch(config: RunConfig, world: World, count: int | None = None) -> Batch:
+    """A batch like this rank's, in the precision the pipeline gives, of noise: a GPU runs faster on empty images.
+
+    With `count` it has so many samples instead of this rank's share.
+    """
+    start, stop = (0, count) if count else share(config.train.global_batch, world.rank, world.size)
     size = config.data.image_size
     generator = torch.Generator(world.device).manual_seed(world.rank)
     images = torch.randn(stop - start, 3, size, size, device=world.device, generator=generator)

@@ -9,7 +9,8 @@ from lockstep import __version__
 from lockstep.comm.world import World
 from lockstep.commit import read_commit
 from lockstep.config import RunConfig
-from lockstep.engine.build import Parts, Sources, count_steps, plan_passes
+from lockstep.engine.build import Parts, Sources, count_steps
+from lockstep.engine.passes import plan_passes
 from lockstep.engine.planning import Chosen
 from lockstep.errors import LockstepError
 from lockstep.events import PlanChosen, RunPredicted, RunStarted

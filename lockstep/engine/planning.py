@@ -5,26 +5,21 @@ order, and in the user's cache. Rank 0 reads, picks and writes; the others hear 
 """
 
 import contextlib
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-import torch.distributed as dist
-
-from lockstep import __version__
-from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
-from lockstep.data.generated import default_cache
-from lockstep.data.order import share
 from lockstep.data.sources import Source as DataSource
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
 from lockstep.engine.measure import Rig, suits_own_kernels
+from lockstep.engine.number_format import settle_format
+from lockstep.engine.pass_size import settle_pass
 from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.setup import CACHE, default_plan_folder, describe_setup
 from lockstep.engine.state import put_back
 from lockstep.errors import LockstepError, SharedError
 from lockstep.optim.schedule import Schedule
@@ -32,8 +27,6 @@ from lockstep.plan.choose import is_worth_compiling, list_compiled, list_executi
 from lockstep.plan.folder import read_plan, write_plan
 from lockstep.plan.plan import Execution, Plan, from_toml, to_toml
 from lockstep.plan.profile import Profile, Setup, from_json, read_setup, to_json
-
-CACHE = "plans"  # the folder under the user's cache
 
 Source = Literal["measured", "remembered", "default"]
 
@@ -88,19 +81,16 @@ def choose_plan(
 
 def tune_recipe(config: RunConfig, world: World) -> tuple[Chosen, Path]:
     """Measure anew for a recipe; returns where the result is kept."""
+    config, _ = settle_format(config, world)
     set_number_formats(config.precision)
     classes = int(world.broadcast_value(len(open_sources(config.data).train.classes) if world.is_first else 0))
     schedule = Schedule("constant", config.optim.lr, total_steps=1)
     parts = assemble(config, world, build_network(config, classes), schedule)
+    config, parts, _ = settle_pass(config, parts, world, again=True)
     chosen = choose_plan(config, parts, world, [default_plan_folder()], again=True)
     if chosen.source == "default":
         raise SharedError("comm.tune_s = 0 leaves no time to measure; give some seconds.")
     return chosen, default_plan_folder() / chosen.profile.setup.name
-
-
-def default_plan_folder() -> Path:
-    """Where plans are kept between runs, a folder for each setup."""
-    return default_cache() / CACHE
 
 
 def _has_choice(config: RunConfig, parts: Parts, world: World) -> bool:
@@ -119,48 +109,6 @@ def _recall(folder: Path, setup: Setup, parts: Parts, config: RunConfig, num_ste
     on_gpu = parts.weights.is_cuda
     lacks = best is not None and is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=on_gpu)
     return None if lacks and all(trial.execution.compile == "off" for trial in trials) else found
-
-
-def describe_setup(config: RunConfig, parts: Parts, world: World) -> Setup:
-    """What a measurement made now is true of."""
-    on_gpu, topology = world.device.type == "cuda", parts.topology
-    start, stop = share(config.train.global_batch, 0, world.size)
-    layout = parts.layout
-    return Setup(
-        device=torch.cuda.get_device_name(world.device) if on_gpu else f"{platform.machine()} CPU",
-        topology=topology.key(),
-        links=_describe_links(topology),
-        backend=_describe_backend() if world.size > 1 else "",
-        precision=config.precision.compute,
-        batch=stop - start,
-        max_batch=config.train.max_batch_per_rank,
-        image_size=config.data.image_size,
-        model=f"{config.model.name}: {len(layout.slots)} gradients, {layout.numel} elements, {layout.split} half",
-        pins=_describe_pins(config),
-        versions=f"lockstep {__version__}, torch {torch.__version__}",
-    )
-
-
-def _describe_links(topology: Topology) -> str:
-    is_guessed = (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER)
-    return "" if is_guessed else f"{topology.intra}, {topology.inter}"
-
-
-def _describe_backend() -> str:
-    name = str(dist.get_backend())
-    return f"{name} {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
-
-
-def _describe_pins(config: RunConfig) -> str:
-    """What the recipe leaves no choice in, and what decides the update."""
-    pins = []
-    for section, keys in (
-        (config.comm, ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division", "tune_s")),
-        (config.train, ("accumulate", "own_kernels", "cuda_graph", "compile")),
-    ):
-        defaults = type(section).model_fields
-        pins += [f"{key}={value}" for key in keys if (value := getattr(section, key)) != defaults[key].default]
-    return ", ".join([config.optim.name, *pins])
 
 
 def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, plan: Plan, num_steps: int) -> Chosen:

@@ -28,6 +28,7 @@ from lockstep.engine.apply import Step, apply_execution, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, build_train_pipeline, plan_input, set_number_formats
 from lockstep.engine.layer_times import count_kept, list_layers, note_begins, spread, time_backward
 from lockstep.engine.measure import READY_PASSES, fake_batch, suits_own_kernels
+from lockstep.engine.number_format import settle_format
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import list_changing, put_back
 from lockstep.engine.timeline import Passes, time_steps
@@ -60,6 +61,7 @@ def profile_device(
     say: Say = lambda line: None,
 ) -> DeviceProfile:
     """Measure every way to execute the step at every batch, and the input."""
+    config, _ = settle_format(config, world)
     on_gpu = world.device.type == "cuda"
     rows = measure_batches(config, world, len(source.classes), batches, say=say)
     say("measuring the input")
@@ -83,7 +85,8 @@ def measure_batches(
     """The step at every batch in every way to execute it; batches that do not fit are left out and named."""
     on_gpu = world.device.type == "cuda"
     batches = sorted(set(batches)) or list(GPU_BATCHES if on_gpu else CPU_BATCHES)
-    train = config.train.model_copy(update={"max_batch_per_rank": batches[-1], "global_batch": batches[-1]})
+    passes = {"max_batch_per_rank": batches[-1], "global_batch": batches[-1], "accumulate": 0, "norm_batch": 0}
+    train = config.train.model_copy(update=passes)
     config = config.model_copy(update={"train": train})
     set_number_formats(config.precision)
     schedule = Schedule("constant", config.optim.lr, total_steps=1)

@@ -28,10 +28,11 @@ from lockstep.data.sources import Source
 from lockstep.engine.apply import Step, Warn, apply_plan
 from lockstep.engine.brought import NOTHING, Brought
 from lockstep.engine.build import Parts, Sources, build_parts, plan_input
-from lockstep.engine.evaluate import list_passing
+from lockstep.engine.pass_size import settle_pass
 from lockstep.engine.planning import Chosen, choose_plan
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.state import list_changing, refresh
+from lockstep.engine.statistics import list_passing
 from lockstep.errors import LockstepError
 from lockstep.plan.folder import write_plan
 
@@ -51,6 +52,7 @@ class Built:
 
     shape: str  # what they agree in
     parts: Parts
+    pass_size: int  # that was settled for them; 0: asked for otherwise
     chosen: Chosen | None = None
     step: Step | None = None  # of the chosen plan
     sizes: tuple[int, int] = (0, 0)
@@ -73,22 +75,26 @@ class Kept:
             self.shelf.keep_only(self._opened[1].train, self._opened[1].val)
         return self._opened[1]
 
-    def build_parts(self, config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING) -> Parts:
-        """Parts for a run that begins; those of the last one where they suit."""
+    def build_parts(
+        self, config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING
+    ) -> tuple[RunConfig, Parts, str]:
+        """Parts for a run that begins, those of the last one where they suit; and as `settle_pass` has it."""
         shape = describe_shape(config, world, sources)
         built = self._built
         if built is not None and built.shape == shape and _is_own(built.parts, config):
             built.parts = renew(built.parts, config, world, sources)
             self.num_renewed += 1
-            return built.parts
+            settled = config.train.model_copy(update={"max_batch_per_rank": built.pass_size})
+            return config.model_copy(update={"train": settled}), built.parts, ""
         self.forget_parts()
-        self._built = Built(shape, build_parts(config, world, sources, brought))
-        return self._built.parts
+        config, parts, said = settle_pass(config, build_parts(config, world, sources, brought), world)
+        self._built = Built(shape, parts, config.train.max_batch_per_rank)
+        return config, parts, said
 
     def _find(self, parts: Parts) -> Built:
         """What was made for these parts; a run may bring its own."""
         if self._built is None or self._built.parts is not parts:
-            self._built = Built("", parts)
+            self._built = Built("", parts, 0)
         return self._built
 
     def choose_plan(

@@ -22,11 +22,12 @@ from lockstep.data.sources import check_root, hash_labels
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
 from lockstep.engine.build import Progress, Sources, open_sources
 from lockstep.engine.listener import Heard, OnEvent
+from lockstep.engine.number_format import settle_format
 from lockstep.engine.owner import own_folder
 from lockstep.engine.reuse import Kept
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.start_weights import load_start
-from lockstep.engine.starting import has_finished, list_changes, phrase_finished
+from lockstep.engine.starting import has_finished, list_changes, phrase_finished, settle_like
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
@@ -71,18 +72,24 @@ def run_rank(
         ExitStack() as held,
     ):
         folder = Path(world.broadcast_value(str(folder)))
+        config = share_settled(config, world)
         check_alike(config, world)
         # A node that has joined a run that goes on does not know of it; one rank that does is enough.
         resume = bool(world.maximum(torch.tensor([int(resume)])).item())
         held.enter_context(own_folder(folder, world))
+        config, said = settle_format(config, world)
         if world.is_first and not resume:
             prepare_folder(folder)
             write_config(folder, config)
         kept = kept or Kept()
         sources = kept.open_sources(config.data, partial(share_sources, config, world, progress, brought))
-        parts = kept.build_parts(config, world, sources, brought)
+        settled, parts, size_said = kept.build_parts(config, world, sources, brought)
+        if world.is_first and not resume and settled != config:
+            write_config(folder, settled)
+        config = settled
         # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
         notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
+        notes += [note for note in (said, size_said) if note and world.is_first]
         sink = open_sink(world, folder)
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)
@@ -112,6 +119,20 @@ def name_end(status: Status, stop: StopRequest, world: World) -> Outcome:
     """Whether it was whoever listens to rank 0 that ended an interrupted run."""
     is_asked = status == "interrupted" and world.broadcast_value(stop.is_asked and not stop.signal)
     return "stopped" if is_asked else status
+
+
+def share_settled(config: RunConfig, world: World) -> RunConfig:
+    """What a run has settled on before, on ranks that do not see its folder and so ask again; all must call it."""
+    choices = world.gather_values([config.precision.compute, config.train.max_batch_per_rank])
+    compute = next((compute for compute, _ in choices if compute != "auto"), "auto")
+    size = next((size for _, size in choices if size), 0)
+    known = config.model_copy(
+        update={
+            "precision": config.precision.settle(compute),
+            "train": config.train.model_copy(update={"max_batch_per_rank": size}),
+        }
+    )
+    return settle_like(config, known)
 
 
 def check_alike(config: RunConfig, world: World) -> None:

@@ -13,10 +13,13 @@ from lockstep.comm.world import World
 from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import MANIFEST, DamagedCheckpoint, load_checkpoint, read_checkpoint
 from lockstep.engine.state import list_changing, refresh
+from lockstep.engine.state_files import AVERAGE, MODEL
 from lockstep.errors import LockstepError, SharedError
 from lockstep.models.outside import LIBRARIES
 from lockstep.models.weights import Fit, fetch_weights, fit_weights, read_weights
 from lockstep.optim.storage import views
+
+NETWORKS = (AVERAGE, MODEL)  # files of a checkpoint to start from, the first preferred
 
 
 def load_start(asked: str, parts: Parts, world: World, num_classes: int) -> list[str]:
@@ -37,6 +40,8 @@ def load_start(asked: str, parts: Parts, world: World, num_classes: int) -> list
     for values in (parts.weights, *parts.constants.values(), *list_changing(parts).statistics.values()):
         share_array(world, values)
     refresh(parts)
+    if parts.average:
+        parts.average.begin()
     return [f"Starting from {asked}.", *notes] if world.is_first else []
 
 
@@ -56,21 +61,22 @@ def read_source(asked: str) -> dict[str, Tensor]:
 
 
 def _read_folder(path: Path) -> dict[str, Tensor]:
-    """The network of a checkpoint, or of a run's newest good one."""
+    """The network of a checkpoint, or of a run's newest good one; the averaged one where there is one."""
     if (path / MANIFEST).is_file():
         try:
-            files = read_checkpoint(path).files
+            files = read_checkpoint(path, NETWORKS).files
         except DamagedCheckpoint as damage:
             raise LockstepError(
                 f"The checkpoint {path} is damaged ({damage}); give another (model.weights)."
             ) from damage
     elif (path / "checkpoints").is_dir():
-        files = load_checkpoint(path / "checkpoints", warn=lambda text: None).files
+        files = load_checkpoint(path / "checkpoints", warn=lambda text: None, only=NETWORKS).files
     else:
         raise LockstepError(f"The folder {path} holds neither a run nor a checkpoint; check model.weights.")
-    if "model" not in files:
+    if not files:
         raise LockstepError(f"The checkpoint in {path} holds no network; check model.weights.")
-    return files["model"]
+    (network,) = files.values()
+    return network
 
 
 @torch.no_grad()

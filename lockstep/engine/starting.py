@@ -79,12 +79,22 @@ def _start_or_go_on(target: str, settings: list[str], out: Path | None) -> Start
     if not is_begun(folder):
         return start
     before = go_on(folder, [])
-    if changes := list_changes(before.config, start.config):
+    if changes := list_changes(before.config, settle_like(start.config, before.config)):
         raise LockstepError(
             f"{folder} holds a run with other settings: {'; '.join(changes)}. Go on with these by lockstep train "
             f"{shlex.quote(str(folder))} --resume and --set, or choose another --out."
         )
     return before
+
+
+def settle_like(asked: RunConfig, known: RunConfig) -> RunConfig:
+    """`asked` with what a run has settled on wherever `asked` leaves that to the run, and `known` says it."""
+    changed: dict[str, Any] = {}
+    if asked.precision.compute == "auto" != known.precision.compute:
+        changed["precision"] = asked.precision.settle(known.precision.compute)
+    if not asked.train.max_batch_per_rank and known.train.max_batch_per_rank and not asked.train.accumulate:
+        changed["train"] = asked.train.model_copy(update={"max_batch_per_rank": known.train.max_batch_per_rank})
+    return asked.model_copy(update=changed)
 
 
 def is_begun(folder: Path) -> bool:

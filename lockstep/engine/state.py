@@ -21,18 +21,19 @@ from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.counters import CLASSES, check_counters, name_classes
-from lockstep.engine.evaluate import (
-    averaged_statistics,
-    fill_statistics,
-    flatten_statistics,
-    gather_statistics,
-    list_passing,
-    list_statistics,
+from lockstep.engine.state_files import (
+    AVERAGE,
+    WEIGHTS,
+    average_ranks,
+    collect_files,
+    fill_arrays,
+    find_rows,
+    gather_ranks,
+    share_rows,
 )
+from lockstep.engine.statistics import averaged_statistics, list_passing, list_statistics
 from lockstep.errors import Diverged, LockstepError, SharedError
-from lockstep.optim.storage import fill_constants, load_named, named_arrays
-
-RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
+from lockstep.optim.storage import fill_constants
 
 
 @dataclass
@@ -57,20 +58,23 @@ class Written:
 class Changing:
     """Every array that a step changes. Whatever is added to a step that lasts beyond it is added here."""
 
-    over_layout: dict[str, Tensor]  # flat, over the layout: the master weights, and what the update rule keeps
+    over_layout: dict[str, Tensor]  # flat, over the layout: master weights, what the update rule keeps, their average
     statistics: dict[str, Tensor]  # of batch norm, and the network's other buffers, by its names
+    averaged: tuple[Tensor, ...]  # the average's statistics, in one array; none where there is no average
     counters: dict[str, Tensor]  # a few numbers each
 
     def arrays(self) -> list[Tensor]:
         """All of them, always in the same order."""
-        return [*self.over_layout.values(), *self.statistics.values(), *self.counters.values()]
+        return [*self.over_layout.values(), *self.statistics.values(), *self.averaged, *self.counters.values()]
 
 
 def list_changing(parts: Parts) -> Changing:
     """What a step of these parts changes; the half weights follow by `refresh`."""
+    average = parts.average
     return Changing(
-        over_layout={"weights": parts.weights, **parts.rule.state()},
+        over_layout={WEIGHTS: parts.weights, **parts.rule.state(), **({AVERAGE: average.weights} if average else {})},
         statistics=list_statistics(parts.model),
+        averaged=(average.statistics,) if average else (),
         counters={"rule_steps": parts.rule.count, **(parts.loss_scale.arrays() if parts.loss_scale else {})},
     )
 
@@ -107,6 +111,8 @@ def find_infinite(parts: Parts) -> str:
     changing = list_changing(parts)
     statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
     arrays = changing.over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
+    if changing.averaged and changing.averaged[0].numel():
+        arrays |= {"average's statistics": changing.averaged[0]}
     # The least and the greatest of an array are finite only if all of it is: a NaN is both.
     extremes = torch.stack([torch.stack(array.aminmax()) for array in arrays.values()])
     is_finite = extremes.isfinite().all(dim=1).tolist()
@@ -158,12 +164,10 @@ def gathered_state(
     that are not finite are a SharedError, which names the last good checkpoint on `disk`.
     """
     ledger = sum_ledger(state.ledger, world)
-    ranks = gather_statistics(parts.model, world)
+    rows, averaged = gather_ranks(parts, world), average_ranks(parts, world)
     with averaged_statistics(parts.model, world):
         refuse_infinite(disk, state.step, parts, world)
-        files = _collect_tensors(parts)
-        if world.size > 1 and ranks.numel():
-            files["statistics"] = {RANKS: ranks}
+        files = collect_files(parts, list_changing(parts), averaged, rows)
         yield files, _collect_counters(state, ledger, parts, world, order)
 
 
@@ -197,10 +201,11 @@ def load_state(
     which checkpoint it is.
     """
     counters: dict[str, Any] = {}
-    failure, ranks = "", None
+    rows: dict[str, Tensor] = {}
+    failure = ""
     if world.rank == source:
         try:
-            counters, ranks = _read_newest(folder, parts, world, order, warn)
+            counters, rows = _read_newest(folder, parts, world, order, warn)
         except LockstepError as error:
             failure = str(error)
     failure = world.broadcast_value(failure, source)
@@ -208,10 +213,12 @@ def load_state(
         raise SharedError(failure)
     counters = world.broadcast_value(counters, source)
     changing = list_changing(parts)
-    for array in (*changing.over_layout.values(), *changing.statistics.values(), *parts.constants.values()):
+    network = (*changing.statistics.values(), *parts.constants.values())
+    for array in (*changing.over_layout.values(), *changing.averaged, *network):
         share_array(world, array, source)
-    if counters["has_ranks"]:
-        _share_ranks(parts, world, ranks, source)
+    share_rows(parts, world, counters["rows"], rows, source)
+    if parts.average and not counters["has_average"]:
+        parts.average.begin()
     refresh(parts)
     parts.rule.step_count = counters["rule_steps"]
     # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
@@ -227,50 +234,20 @@ def load_state(
 
 def _read_newest(
     folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
-) -> tuple[dict[str, Any], Tensor | None]:
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Fill the arrays from the last good checkpoint; returns its counters and the ranks' statistics, if they fit."""
     checkpoint = load_checkpoint(folder, warn, check_counters)
     _check_rule(parts, checkpoint.state["rule"])
     _check_order(order, checkpoint.state["order"])
-    _fill_tensors(parts, checkpoint.files)
-    ranks = _find_ranks(parts, world, checkpoint.files)
+    fill_arrays(parts, list_changing(parts), checkpoint.files)
+    rows = find_rows(parts, world, checkpoint.files)
     # Not the names: nobody goes on by them, and there may be many.
     counters = {name: value for name, value in checkpoint.state.items() if name != CLASSES}
-    return counters | {"has_ranks": ranks is not None}, ranks
+    return counters | {"rows": list(rows), "has_average": AVERAGE in checkpoint.files}, rows
 
 
 def _read_writer(counters: Mapping[str, Any]) -> Written:
     return Written(counters["world_size"], counters["step"], counters["order"].get("global_batch"))
-
-
-def _collect_tensors(parts: Parts) -> dict[str, dict[str, Tensor]]:
-    """The network under its usual parameter names, and the update rule's arrays under the same."""
-    changing = list_changing(parts)
-    network = named_arrays(parts.weights, parts.layout)
-    network |= parts.constants  # what is not trained belongs to the network all the same
-    network |= {name: buffer.detach().clone() for name, buffer in changing.statistics.items()}
-    optimizer = {
-        f"{kind}/{name}": array
-        for kind, flat in changing.over_layout.items()
-        if kind != "weights"
-        for name, array in named_arrays(flat, parts.layout).items()
-    }
-    return {"model": network, "optimizer": optimizer}
-
-
-def _find_ranks(parts: Parts, world: World, files: dict[str, dict[str, Tensor]]) -> Tensor | None:
-    """Each rank's own running statistics, if as many ranks wrote the checkpoint; others start from the average."""
-    ranks = files.get("statistics", {}).get(RANKS)
-    expected = (world.size, flatten_statistics(parts.model).numel())
-    return ranks if ranks is not None and tuple(ranks.shape) == expected else None
-
-
-def _share_ranks(parts: Parts, world: World, ranks: Tensor | None, source: int) -> None:
-    """Give every rank its row of what rank `source` has read."""
-    own = flatten_statistics(parts.model)
-    rows = own.new_zeros(world.size, own.numel()) if ranks is None else ranks.to(own)
-    world.broadcast(rows, source)
-    fill_statistics(parts.model, rows[world.rank])
 
 
 def _name_rule(parts: Parts) -> str:
@@ -301,21 +278,3 @@ def _check_order(order: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             f"The training data has changed since the checkpoint was written (other {' and '.join(different)}); resume "
             "with the data the run was started with, or start a new run."
         )
-
-
-def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
-    """The way back; a checkpoint of another model is a sentence."""
-    changing = list_changing(parts)
-    network = files["model"]
-    for kind, flat in changing.over_layout.items():
-        if kind == "weights":
-            kept = changing.statistics.keys() | parts.constants.keys()
-            own = {name: array for name, array in network.items() if name not in kept}
-        else:
-            prefix = f"{kind}/"
-            own = {n.removeprefix(prefix): array for n, array in files["optimizer"].items() if n.startswith(prefix)}
-        load_named(flat, parts.layout, own)
-    for name, values in (changing.statistics | parts.constants).items():
-        if name not in network or network[name].shape != values.shape:
-            raise LockstepError(f"The checkpoint does not fit this model: {name} is missing or of another shape.")
-        values.copy_(network[name])

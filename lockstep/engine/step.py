@@ -69,8 +69,10 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, a
 
 
 def update_weights(parts: Parts) -> None:
-    """Summed gradients → master weights → the weights the model reads."""
+    """Summed gradients → master weights → the weights the model reads, and their average where there is one."""
     parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
+    if parts.average:
+        parts.average.follow(parts.rule.count, parts.loss_scale)
 
 
 def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:

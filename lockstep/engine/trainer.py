@@ -21,18 +21,19 @@ from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.account import Account, forget_peak, read_peak
 from lockstep.engine.apply import Step
+from lockstep.engine.averaged import describe_evaluation, evaluate_both
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.drift import find_drift, note_weights
-from lockstep.engine.evaluate import evaluate
 from lockstep.engine.fit import describe_fit
 from lockstep.engine.giving_up import SLOW, is_given_up
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
 from lockstep.engine.opening import describe_chosen, describe_start, predict_run
-from lockstep.engine.planning import Chosen, default_plan_folder
+from lockstep.engine.planning import Chosen
 from lockstep.engine.resume import list_evaluated, take_up
 from lockstep.engine.reuse import Kept
+from lockstep.engine.setup import default_plan_folder
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
@@ -57,7 +58,6 @@ from lockstep.restarts import count_restarts
 Status = Literal["finished", "interrupted"]
 # Steps longer than this may be given up between two passes when the run is asked to stop.
 LONG_STEP_S = 5.0
-MANY_CLASSES = 5  # of no more than so many, one is always among the five best
 
 
 @dataclass
@@ -372,23 +372,11 @@ class Trainer:
     def _evaluate(self) -> None:
         start = time.perf_counter()
         mistakes = Mistakes(self.sources.val, self.world) if self._is_last else None
-        parts = self.parts
-        result = evaluate(parts.model, self.evaluation, self.world, parts.dtype, mistakes, loss=parts.eval_loss)
+        result, average = evaluate_both(self.parts, self.evaluation, self.world, mistakes)
         num_bad = self.input.name_bad(self.evaluation, "it was left out")
-        self._emit(
-            Evaluated(
-                step=self.state.step,
-                epoch=self._epoch,
-                top1=result.top1,
-                top5=result.top5 if len(self.sources.train.classes) > MANY_CLASSES else None,
-                correct1=result.correct1,
-                correct5=result.correct5,
-                total=result.total,
-                loss=result.loss,
-                seconds=time.perf_counter() - start,
-                bad_samples=num_bad,
-            )
-        )
+        counts = describe_evaluation(result, average, len(self.sources.train.classes))
+        place: dict[str, Any] = {"step": self.state.step, "epoch": self._epoch, "bad_samples": num_bad}
+        self._emit(Evaluated(**place, **counts, seconds=time.perf_counter() - start))
         if mistakes and (found := mistakes.find()):
             self._emit(MistakesFound(step=self.state.step, **found))
 

@@ -84,6 +84,10 @@ def build_case(
             "sample to each."
         )
     needed, row = measure_memory(case)
+    while needed > profile.memory_bytes and workload.halves and workload.max_batch > 1:
+        workload = replace(workload, max_batch=-(-workload.max_batch // 2))
+        case = replace(case, workload=workload)
+        needed, row = measure_memory(case)
     if needed > profile.memory_bytes:
         raise LockstepError(
             f"A pass of {row.batch:,} images of {profile.model} needs {needed / 1e9:.3g} GB, and {profile.device} has "

@@ -38,6 +38,7 @@ class Workload:
     prefetch: int
     comm: CommConfig
     notes: tuple[str, ...] = ()
+    halves: bool = False  # whether a run halves its passes by itself where they do not fit
 
 
 def describe_workload(recipe: str, config: RunConfig, num_images: int = 0) -> Workload:
@@ -57,7 +58,8 @@ def describe_workload(recipe: str, config: RunConfig, num_images: int = 0) -> Wo
         rule=config.optim.name,
         image_size=config.data.image_size,
         global_batch=config.train.global_batch,
-        max_batch=config.train.max_batch_per_rank,
+        max_batch=config.train.largest_pass,
+        halves=not config.train.max_batch_per_rank,
         epochs=epochs,
         num_images=count,
         image_bytes=0.0 if is_generated else IMAGE_BYTES,
@@ -119,7 +121,9 @@ def time_update(model: str, rule: str, sheet: Datasheet) -> float:
 def compare_precision(workload: Workload, profile: DeviceProfile) -> tuple[str, ...]:
     """What the profile does otherwise than the recipe; the plan is true of the profile."""
     notes = []
-    if workload.precision != profile.precision:
+    # Left to the run it is what a device is made for, and so are profiles.
+    is_same = profile.precision in ("fp16", "fp32") if workload.precision == "auto" else False
+    if workload.precision != profile.precision and not is_same:
         notes.append(
             f"the profile computes in {profile.precision}, the recipe in {workload.precision}: this plan holds with "
             f"--set precision.compute={profile.precision}"

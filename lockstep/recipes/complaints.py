@@ -34,7 +34,10 @@ RULES = {
 NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     'train.duration = "90ep"': ("epochs", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"),
     'train.duration = "1500st"': ("steps", "max_steps", "num_steps", "total_steps", "iterations", "max_iters"),
-    "train.global_batch = 256": ("batch_size", "batch", "bs", "train_batch_size", "per_device_train_batch_size"),
+    "train.global_batch = 256": (
+        "batch_size", "batchsize", "batch", "bs", "train_batch_size", "per_device_train_batch_size",
+    ),
+    "train.norm_batch = 64": ("ghost_batch_size", "ghost_batch", "virtual_batch_size", "bn_batch_size"),
     "train.accumulate = 4": (
         "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps",
         "accum_iter",
@@ -60,6 +63,8 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "optim.clip_norm = 1.0": (
         "clip", "clip_grad", "clip_grad_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "max_norm",
     ),
+    "optim.average = 0.999": ("ema", "ema_decay", "model_ema", "model_ema_decay", "use_ema", "averaging"),
+    "optim.average_every = 5": ("ema_steps", "model_ema_steps", "ema_every", "ema_update_freq"),
     "data.decode_threads = 8": ("num_workers", "workers", "nworkers", "dataloader_num_workers", "loader_workers"),
     "data.prefetch_batches = 4": ("prefetch_factor", "prefetch"),
     'data.path = "imagenet"': (

@@ -104,6 +104,7 @@ def compare_results(runs: Sequence[Run]) -> Numbers:
     rows = [["status", *(str(one["status"]) for one in summaries)]]
     rows.append(_row("top-1", summaries, lambda one: one["top1"], percent))
     rows.append(_row("top-5", summaries, lambda one: one["top5"], percent))
+    rows.append(_row("top-1, averaged weights", summaries, lambda one: one.get("average_top1"), percent))
     rows.append(_row("best top-1", summaries, lambda one: one["best"] and one["best"]["top1"], percent))
     if reached:
         goal = min(reached)

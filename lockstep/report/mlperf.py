@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config import USUAL_PASS
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, RunEnded, RunStarted, StepDone
 from lockstep.files import write_whole
@@ -132,8 +133,9 @@ def describe_settings(start: RunStarted) -> dict[str, Any]:
     train, optim = start.config["train"], start.config["optim"]
     batch, name = int(train["global_batch"]), str(optim["name"])
     share = -(-batch // start.world_size)
-    # A run of an older version had no name for its passes.
-    passes = train.get("accumulate") or -(-share // int(train["max_batch_per_rank"]))
+    # A run of an older version had no name for its passes, nor for what batch norm sees.
+    most = int(train["max_batch_per_rank"]) or USUAL_PASS
+    passes = train.get("accumulate") or -(-share // min(most, train.get("norm_batch") or most))
     warmup = Duration.parse(optim["warmup"]).steps(start.steps_per_epoch)
     rates = {
         "base_learning_rate": optim["lr"],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lockstep.config import RESNETS, RunConfig, to_toml
 from lockstep.events import Evaluated, Event, RunStarted
 from lockstep.recipe_values import show
+from lockstep.report.averages import see_average
 from lockstep.report.history import History
 from lockstep.report.page.charts import tell_time
 from lockstep.report.phrases import count, percent, plural
@@ -29,6 +30,7 @@ class Subject:
     config: RunConfig
     version: str  # of Lockstep, that wrote the files
     files: Sequence[str]  # beside the card: .safetensors, .onnx, .pt2
+    is_average: bool = False  # whether the weights are the average of the run's
 
 
 def build_card(subject: Subject, events: Iterable[Event]) -> str:
@@ -69,7 +71,7 @@ def _introduce(subject: Subject, history: History | None) -> str:
     recipe = f" by the recipe {plain(history.start.recipe)}" if history else ""
     return (
         f"A {plain(model)}{size} that tells {classes:,} classes of images apart, trained by Lockstep{recipe}: its "
-        f"weights after step {subject.step:,}."
+        f"{'averaged ' if subject.is_average else ''}weights after step {subject.step:,}."
     )
 
 
@@ -79,9 +81,16 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
     if not evaluated:
         return "## Accuracy\n\nThe run has not measured it; `lockstep evaluate RUN` does."
     last = max(reversed(evaluated), key=lambda event: event.step)  # of one that was done again, the later
-    rows = [f"| top-1 | {percent(last.top1)} | {last.correct1:,} of {last.total:,} |"]
-    if len(subject.classes) > 5 and last.top5 is not None:
-        rows.append(f"| top-5 | {percent(last.top5)} | {last.correct5:,} of {last.total:,} |")
+    chosen = see_average(last) if subject.is_average else last
+    if chosen is None:
+        return "## Accuracy\n\nThe run has not measured that of its averaged weights; `lockstep evaluate RUN` does."
+    rows = [f"| top-1 | {percent(chosen.top1)} | {chosen.correct1:,} of {last.total:,} |"]
+    if len(subject.classes) > 5 and chosen.top5 is not None:
+        rows.append(f"| top-5 | {percent(chosen.top5)} | {chosen.correct5:,} of {last.total:,} |")
+    if subject.is_average:
+        rows.append(
+            f"| top-1 of the weights of that step | {percent(last.top1)} | {last.correct1:,} of {last.total:,} |"
+        )
     ahead = f" The weights are {plural(subject.step - last.step, 'step')} ahead." if last.step < subject.step else ""
     table = "\n".join(["| | | right answers |", "| --- | ---: | ---: |", *rows])
     return f"## Accuracy\n\nOn the validation data, after step {last.step:,}.{ahead}\n\n{table}"
@@ -103,6 +112,7 @@ def _tell_training(subject: Subject, history: History | None) -> str:
             f"{optim.name}, learning rate {optim.lr:g}, {optim.schedule}, weight decay {optim.weight_decay:g}",
         ),
         ("batch", f"{train.global_batch:,} for {train.duration}, seed {train.seed}"),
+        *([("weights", f"a moving average, {optim.average:g}")] if subject.is_average else []),
         ("number format", f"{config.precision.compute}, weights FP32"),
     ]
     if history:

@@ -19,6 +19,7 @@ from lockstep.events import (
 )
 from lockstep.plan.choose import MARGIN
 from lockstep.plan.hindsight import Hindsight
+from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
 
 
@@ -77,7 +78,8 @@ def _describe_line(event: Event) -> str:
         case Evaluated():
             return (
                 f"validation at epoch {event.epoch:.4g}: top-1 {percent(event.top1)}"
-                f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}  "
+                f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}"
+                f"{'' if event.average_top1 is None else f', averaged weights {percent(event.average_top1)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
             )
         case CheckpointSaved():
@@ -151,6 +153,7 @@ def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: flo
         f"loss {step.loss:.3f}",
         f"train {percent(step.top1)}",
         *([f"val {percent(evaluated.top1)}"] if evaluated else []),
+        *([f"averaged {percent(evaluated.average_top1)}"] if evaluated and evaluated.average_top1 is not None else []),
         f"lr {step.lr:.3g}",
         f"{count(step.images_per_second)} images/s",
         *([f"noise scale {count(noise_scale)}"] if noise_scale is not None else []),
@@ -175,6 +178,10 @@ def describe_result(
         rows.append(("top-1", f"{percent(evaluated.top1)}  ({evaluated.correct1:,} of {evaluated.total:,})"))
     if evaluated and evaluated.top5 is not None:
         rows.append(("top-5", f"{percent(evaluated.top5)}  ({evaluated.correct5:,} of {evaluated.total:,})"))
+    if evaluated and (average := see_average(evaluated)):
+        fifth = "" if average.top5 is None else f"; top-5 {percent(average.top5)}"
+        counts = f"({average.correct1:,} of {average.total:,})"
+        rows.append(("averaged weights", f"top-1 {percent(average.top1)}  {counts}{fifth}"))
     has_failed = ended.status == "failed"  # which is all that counts then
     if not has_failed:
         rows.append(("T  throughput", f"{count(ended.images_per_second)} images/s  (T = S x N x e)"))

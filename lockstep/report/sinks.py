@@ -59,7 +59,14 @@ def measure(event: Event) -> tuple[int, dict[str, float]]:
             }
         case Evaluated():
             step = event.step
-            numbers = {"val/top1": event.top1, "val/top5": event.top5, "val/loss": event.loss}
+            numbers = {
+                "val/top1": event.top1,
+                "val/top5": event.top5,
+                "val/loss": event.loss,
+                "val/average_top1": event.average_top1,
+                "val/average_top5": event.average_top5,
+                "val/average_loss": event.average_loss,
+            }
         case LayersMeasured():
             step = event.step
             numbers = {

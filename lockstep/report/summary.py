@@ -15,6 +15,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.files import write_whole
 from lockstep.plan.hindsight import look_back, to_table
+from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import find_useful_batch
 
 
@@ -94,6 +95,22 @@ def _accuracy(parts: list[list[Event]]) -> dict[str, Any]:
         "top5": final.top5 if final else None,
         "best": max(points, key=lambda point: point["top1"], default=None),  # the earliest of equals
         "time_to_accuracy": points,
+        **_average_accuracy(reached),
+    }
+
+
+def _average_accuracy(reached: list[tuple[Evaluated, float]]) -> dict[str, Any]:
+    """The same of the averaged weights; nothing for a run without them."""
+    seen = [(average, wall_s) for event, wall_s in reached if (average := see_average(event))]
+    if not seen:
+        return {}
+    points = [{"step": event.step, "top1": event.top1, "wall_s": wall_s} for event, wall_s in seen]
+    final = see_average(reached[-1][0])
+    return {
+        "average_top1": final.top1 if final else None,
+        "average_top5": final.top5 if final else None,
+        "average_best": max(points, key=lambda point: point["top1"]),
+        "average_time_to_accuracy": points,
     }
 
 

@@ -9,7 +9,8 @@ import torch
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine.build import build_eval_pipeline, build_network, open_sources
-from lockstep.engine.evaluate import averaged_statistics, evaluate
+from lockstep.engine.evaluate import evaluate
+from lockstep.engine.statistics import averaged_statistics
 from tests.engine.conftest import NUM_VAL, tiny_config
 from tests.ranks import run_ranks
 

@@ -35,6 +35,9 @@ def draw_loss(history: History) -> Chart | None:
     if checked:
         traces.append(_curve("validation", checked, "--orange", mode="lines+markers"))
         says.append(f"validation loss ended at {checked[-1][1]:.3g}")
+    if averaged := _known(history.evaluations, lambda it: it.average_loss):
+        traces.append(_curve("validation, averaged weights", averaged, "--green", mode="lines+markers"))
+        says.append(f"that of the averaged weights at {averaged[-1][1]:.3g}")
     return Chart(
         name="loss",
         title="Loss",
@@ -58,11 +61,16 @@ def draw_accuracy(history: History) -> Chart | None:
         traces.append(_curve("validation, top-1", first, "--orange", mode="lines+markers", template="%{y:.2%}"))
         if fifth:
             traces.append(_curve("validation, top-5", fifth, "--orange", dash="dot", template="%{y:.2%}"))
+        if averaged := _known(history.evaluations, lambda it: it.average_top1):
+            traces.append(
+                _curve("averaged weights, top-1", averaged, "--green", mode="lines+markers", template="%{y:.2%}")
+            )
         best = max(first, key=lambda point: point[1])
         says.append(
             f"Top-1 on the validation set ended at {percent(first[-1][1])}; its best was {percent(best[1])} "
             f"at step {best[0].step:,}, after {tell_time(best[0].wall_s)}"
         )
+        says += [f"that of the averaged weights ended at {percent(averaged[-1][1])}"] if averaged else []
     elif trained:
         says.append(f"Top-1 on training batches ended at {percent(trained[-1][1])}; no evaluation was made")
     return Chart(

@@ -118,6 +118,9 @@ def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     if summary["top1"] is not None:
         fifth = f"top-5 {percent(summary['top5'])}" if summary["top5"] is not None else ""
         facts.append(("Top-1", percent(summary["top1"]), fifth))
+    if summary.get("average_top1") is not None:
+        fifth = f"top-5 {percent(summary['average_top5'])}" if summary["average_top5"] is not None else ""
+        facts.append(("Top-1, averaged weights", percent(summary["average_top1"]), fifth))
     best = summary["best"]
     if best is not None:
         facts.append(
