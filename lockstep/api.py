@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
-from lockstep.config import RunConfig, show, to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.engine.starting import (
     MAX_SUMMARY_BYTES,
     Resume,
@@ -35,6 +35,8 @@ from lockstep.events import Event
 from lockstep.files import read_small
 from lockstep.named import GIVEN, describe, find_name, is_name, name_being_imported
 from lockstep.processes import end_on_second, quit_on_interrupt
+from lockstep.recipe_values import show
+from lockstep.recipes.read import write_setting
 from lockstep.report.sinks import parse_viewers
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from lockstep.comm.world import World
     from lockstep.engine.brought import Brought
     from lockstep.engine.inference import Prediction, TrainedNetwork
+    from lockstep.engine.reuse import Kept
     from lockstep.events import Sink
 
 Settings = Mapping[str, Any] | Sequence[str]
@@ -165,7 +168,7 @@ def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, 
     settings = [*_list_settings(set)]
     objects: dict[str, Any] = {}
     if data is not None and (isinstance(data, Path) or (isinstance(data, str) and not is_name(data))):
-        settings += [_write_setting("data.source", "folder"), _write_setting("data.path", str(data))]
+        settings += [write_setting("data.source", "folder"), write_setting("data.path", str(data))]
         data = None
     for argument, key, value in (
         ("model", "model.name", model),
@@ -175,7 +178,7 @@ def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, 
         if value is None:
             continue
         name = value if isinstance(value, str) else find_name(value)
-        settings.append(_write_setting(key, name or GIVEN))
+        settings.append(write_setting(key, name or GIVEN))
         if not name:
             objects[argument] = value
     return tuple(settings), Brought(**objects)
@@ -185,23 +188,8 @@ def _list_settings(given: Settings) -> list[str]:
     if isinstance(given, str):
         raise LockstepError(f"set = {show(given)} must be a mapping of settings, or a list of texts key=value.")
     if isinstance(given, Mapping):
-        return [_write_setting(str(key), value) for key, value in given.items()]
+        return [write_setting(str(key), value) for key, value in given.items()]
     return [str(text) for text in given]
-
-
-def _write_setting(key: str, value: Any) -> str:
-    return f"{key}={_write_value(key, value)}"
-
-
-def _write_value(key: str, value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name} = {_write_value(key, item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_write_value(key, item) for item in value) + "]"
-    if value is None or callable(value):
-        raise LockstepError(f"{key} = {describe(value)} is no setting; give text, a number, true or false, or a list.")
-    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 @contextmanager
@@ -225,11 +213,17 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 
 
 def carry_out(
-    asked: Asked, brought: "Brought | None" = None, on_event: OnEvent | None = None, *, is_guest: bool = False
+    asked: Asked,
+    brought: "Brought | None" = None,
+    on_event: OnEvent | None = None,
+    *,
+    is_guest: bool = False,
+    kept: "Kept | None" = None,
 ) -> Ended:
     """Start a run, or go on with it: as the one rank, as a rank of the world that this process is in, or by launching.
 
-    A guest in somebody's program neither forks nor ends the process, and leaves PyTorch's settings as they were.
+    A guest in somebody's program neither forks nor ends the process, and leaves PyTorch's settings as they were. One of
+    several runs of a process finds what those before it have `kept`, and draws no page of its own.
     """
     viewers = parse_viewers(asked.log)
     start = plan_start(asked.target, list(asked.settings), asked.out, asked.resume)
@@ -255,7 +249,7 @@ def carry_out(
             is_alone = most == 1 and not asked.restarts
             if is_guest and not is_alone:
                 return _launch_apart(asked, start, brought, on_event)
-            _check_start(start, least, most, brought, is_alone=is_alone)
+            _check_start(start, least, most, brought, is_alone=is_alone, kept=kept)
             ranks = ranks or str(most)
             if template is not None and not is_alone:
                 return Ended(folder, "finished", _launch(template, asked, start, (least, most)))
@@ -269,16 +263,19 @@ def carry_out(
             folder,
             resume=start.resume,
             membership=membership,
-            open_sink=partial(_open_sink, viewers=viewers, go_on=go_on, quiet=asked.quiet),
+            open_sink=partial(_open_sink, viewers=viewers, go_on=go_on, quiet=asked.quiet, draws=kept is None),
             may_be_finished=asked.resume == "auto",
             brought=brought,
             on_event=on_event,
             is_guest=is_guest,
+            kept=kept,
         )
     return Ended(folder, outcome)
 
 
-def _check_start(start: Start, least: int, most: int, brought: "Brought", *, is_alone: bool) -> None:
+def _check_start(
+    start: Start, least: int, most: int, brought: "Brought", *, is_alone: bool, kept: "Kept | None"
+) -> None:
     """What is wrong with the ranks, the data or the folder is said once, before any rank starts."""
     from lockstep.engine.brought import has_own_data
     from lockstep.engine.build import open_sources
@@ -290,7 +287,8 @@ def _check_start(start: Start, least: int, most: int, brought: "Brought", *, is_
     for num_ranks in range(least, most + 1):
         check_shares(start.config, num_ranks)
     if not (is_alone and has_own_data(start.config.data.source)):  # whose labels may take long to ask for
-        open_sources(start.config.data, progress("Rendering images", Console()), brought)
+        open_now = partial(open_sources, start.config.data, progress("Rendering images", Console()), brought)
+        _ = kept.open_sources(start.config.data, open_now) if kept else open_now()
     check_unowned(start.folder)
     if not start.resume:
         prepare_folder(start.folder)
@@ -341,7 +339,7 @@ def _phrase_go_on(start: Start, ranks: str | None, asked: Asked) -> str:
     return phrase_go_on(start.folder, ranks, asked.restarts, asked.log)
 
 
-def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, quiet: bool) -> "Sink":
+def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, quiet: bool, draws: bool) -> "Sink":
     """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
     from lockstep.report.display import build_display
     from lockstep.report.run import RunSink, SilentSink
@@ -350,7 +348,7 @@ def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, qui
     if not world.is_first:
         return SilentSink()
     display = SilentSink() if quiet else build_display(Console(), folder, go_on)
-    return RunSink(folder, display, open_viewers(viewers, folder))
+    return RunSink(folder, display, open_viewers(viewers, folder), draws=draws)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
 from lockstep.report.plan_commands import add_plan_command
 from lockstep.restarts import leave_outcome
+from lockstep.sweep_command import add_sweep_command
 from lockstep.use_commands import add_use_commands
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ add_page_commands(app)
 add_plan_command(app)
 app.add_typer(exports)
 add_use_commands(app)
+add_sweep_command(app)
 
 
 def main() -> None:

@@ -4,79 +4,28 @@ Before this on the walk: `recipes/read.py`, which fills the tree from a recipe. 
 reader. Whether a tree is valid depends on its values alone, so the resolved `config.toml` of a run always replays.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainValidator,
-    model_validator,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from lockstep.named import GIVEN, is_name
+from lockstep.recipe_values import (
+    LARGEST,
+    LONGEST_S,
+    LONGEST_SHOWN,
+    MOST,
+    Duration,
+    Durations,
+    Names,
+    Pair,
+    Triple,
+    show,
+)
 
-
-@dataclass(frozen=True)
-class Duration:
-    """A length of training in epochs ("90ep", "0.5ep") or steps ("1500st")."""
-
-    LONGEST: ClassVar[float] = 1e12
-
-    value: float
-    unit: Literal["ep", "st"]
-
-    @classmethod
-    def parse(cls, given: object) -> "Duration":
-        """Read a duration from its text; the error completes the sentence "KEY = VALUE must be …"."""
-        if isinstance(given, Duration):
-            return given
-        text = given.strip() if isinstance(given, str) else ""
-        try:
-            value = float(text[:-2])
-        except ValueError:
-            value = math.nan
-        unit = text[-2:]
-        if (unit == "ep" and 0 <= value < math.inf) or (unit == "st" and value >= 0 and value.is_integer()):
-            if value > cls.LONGEST:
-                raise ValueError(f"at most {cls.LONGEST:g}{unit}")
-            return cls(value, "ep" if unit == "ep" else "st")
-        raise ValueError('a duration, in epochs such as "90ep" or whole steps such as "1500st"')
-
-    def steps(self, steps_per_epoch: int) -> int:
-        """The nearest whole number of steps."""
-        return round(self.value * (steps_per_epoch if self.unit == "ep" else 1))
-
-    def __str__(self) -> str:
-        whole = int(self.value)
-        return f"{whole if whole == self.value else self.value}{self.unit}"
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(cls.parse, serialization=core_schema.to_string_ser_schema())
-
-
-# TOML has lists and no tuples, so these alone are not strict.
-Pair = Annotated[tuple[float, float], Field(strict=False)]
-Triple = Annotated[tuple[float, float, float], Field(strict=False)]
-Durations = Annotated[tuple[Duration, ...], Field(strict=False)]
-Names = Annotated[tuple[str, ...], Field(strict=False, max_length=1000)]
-
-# No run asks for more, and every number below them is exact, or finite, wherever it is used.
-MOST = 10**9
-LONGEST_S = 1e7
-LARGEST = 1e38  # in FP32
-LONGEST_SHOWN = 200  # characters of a value in a sentence
 USUAL_PASS = 256  # samples, where nobody says how many and nobody measures it
 
 # Networks whose settings have keys of their own in [model]; those of any other stand in [model.settings].
@@ -260,6 +209,37 @@ class DataConfig(Section):
                 "numbers of at most a million, and no std below 0.000001"
             )
         return self
+
+
+class AugmentConfig(Section):
+    """What training samples undergo beyond crop and flip, on the device that holds the batch."""
+
+    section = "augment"
+
+    pad: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 15,
+        description="pixels reflected around each square, of which one of its size is cut out at random",
+    )
+    policy: Literal["none", "trivial"] = Field(
+        default="none", description="trivial: TrivialAugment, one operation of random strength on each sample"
+    )
+    erase: float = Field(default=0.0, ge=0, le=1, description="share of the samples of which a part is erased")
+    mixup: float = Field(
+        default=0.0, ge=0, le=1e3, description="alpha of mixup, which adds pairs of samples and their labels; 0: none"
+    )
+    cutmix: float = Field(
+        default=0.0,
+        ge=0,
+        le=1e3,
+        description="alpha of CutMix, by pairs likewise; with mixup one of the two, by chance",
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a sample has two labels."""
+        return bool(self.mixup or self.cutmix)
 
 
 class ModelConfig(Section):
@@ -572,6 +552,9 @@ class RunConfig(Section):
 
     description: str = Field(default="", description="a note for people")
     data: DataConfig = Field(default=DataConfig(), description="where samples come from and how they become a batch")
+    augment: AugmentConfig = Field(
+        default=AugmentConfig(), description="what training samples undergo beyond crop and flip"
+    )
     model: ModelConfig = Field(default=ModelConfig(), description="which network")
     optim: OptimConfig = Field(description="how gradients become weights")
     precision: PrecisionConfig = Field(default=PrecisionConfig(), description="in which number formats the step runs")
@@ -585,6 +568,12 @@ class RunConfig(Section):
                 "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "
                 "model.name"
             )
+        smallest = min(self.data.image_size, *(step.size for step in self.data.image_sizes), MOST)
+        if self.augment.pad >= smallest:
+            raise ValueError(
+                f"augment.pad = {self.augment.pad} reflects more pixels than images of data.image_size = {smallest} "
+                "have beside their edge; lower it"
+            )
         warmup, duration = self.optim.warmup, self.train.duration
         if warmup.unit == duration.unit and warmup.value > duration.value:
             raise ValueError(
@@ -594,7 +583,8 @@ class RunConfig(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    model.section: model for model in (DataConfig, ModelConfig, OptimConfig, PrecisionConfig, CommConfig, TrainConfig)
+    model.section: model
+    for model in (DataConfig, AugmentConfig, ModelConfig, OptimConfig, PrecisionConfig, CommConfig, TrainConfig)
 }
 KEYS = ("description", *(f"{name}.{key}" for name, model in SECTIONS.items() for key in model.model_fields))
 
@@ -602,12 +592,3 @@ KEYS = ("description", *(f"{name}.{key}" for name, model in SECTIONS.items() for
 def to_toml(config: RunConfig) -> str:
     """The whole tree, defaults included, as a recipe that loads to the same tree."""
     return tomli_w.dumps(config.model_dump(mode="json"))
-
-
-def show(value: object) -> str:
-    """A value as a recipe writes it; of one without end, its beginning."""
-    try:
-        text = json.dumps(value, default=str, ensure_ascii=False)
-    except (ValueError, RecursionError):  # integers of thousands of digits, tables without end
-        return "what was given"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

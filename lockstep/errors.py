@@ -9,5 +9,9 @@ class SharedError(LockstepError):
     """A failure that every rank finds at once; rank 0 speaks for all."""
 
 
+class Diverged(SharedError):
+    """Training itself went wrong, and would again with these settings: numbers that are not finite, or a stall."""
+
+
 class Stop(Exception):
     """Raised by whoever listens to a run: it ends after the step at hand, with a checkpoint, as if interrupted."""

@@ -15,9 +15,9 @@ import torch
 import lockstep
 from lockstep.apart import _judge
 from lockstep.api import bring
-from lockstep.config import Duration
 from lockstep.engine.brought import NOTHING
 from lockstep.events import CheckpointSaved, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
+from lockstep.recipe_values import Duration
 from lockstep.recipes.read import load_recipe
 from tests import own
 from tests.engine import commands

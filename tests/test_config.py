@@ -143,6 +143,11 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         (["data.crop_area=[0.5, 0.2]"], "data.crop_area = [0.5, 0.2] must be two rising shares in (0, 1]"),
         (["data.crop_area=[0.5, 1.2]"], "data.crop_area = [0.5, 1.2] must be two rising shares in (0, 1]"),
         (["data.crop_ratio=[2, 1]"], "data.crop_ratio = [2.0, 1.0] must be two rising numbers above 0"),
+        (
+            ["augment.pad=100", 'data.image_sizes=[{until="1ep", size=100}]'],
+            "augment.pad = 100 reflects more pixels than images of data.image_size = 100 have beside their edge; lower "
+            "it",
+        ),
         (["data.std=[1, 0, 1]"], "data.std = [1.0, 0.0, 1.0] must be three numbers above 0"),
         (
             ["precision.compute=bf16", "precision.min_scale=2"],

@@ -5,11 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config import Duration, RunConfig, to_toml
+from lockstep.config import RunConfig, to_toml
 from lockstep.errors import LockstepError
+from lockstep.recipe_values import Duration
 from lockstep.recipes.read import copy_recipe, list_recipes, load_recipe, recipe_text
 
-NAMES = ["alexnet-64k", "finetune-resnet50", "quickstart", "resnet50-256", "resnet50-64k", "resnet50-8k"]
+NAMES = [
+    "alexnet-64k",
+    "cifar10-resnet18",
+    "finetune-resnet50",
+    "imagenette-resnet50",
+    "quickstart",
+    "resnet50-256",
+    "resnet50-64k",
+    "resnet50-8k",
+]
 
 
 def test_all_recipes_are_listed_with_one_sentence_each() -> None:

@@ -1,7 +1,8 @@
 """The planner beside reality: step times predicted for a virtual cluster, and measured on it.
 
-One rank is profiled, by itself and on one thread, while as many others as there are cores compute by themselves, too:
-cores that are all at work share caches, memory and clocks. On each cluster, all-reduces are measured one by one; the
+One rank is profiled, by itself and on one thread, while all other cores compute by themselves, too: cores that are all
+at work share caches, memory and clocks. It is watched once more where every core has two at work: what it loses beyond
+its turns, and how unevenly its steps come. On each cluster, all-reduces are measured one by one; the
 planner is told these, the profile and how many ranks share how many cores, and nothing of whole steps. The steps are
 then measured, by the real program over a real network, in every setting of buffers and algorithm.
 """
@@ -13,9 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lockstep.bench.forecast_ranks import CLASSES, QUIET, Case, Message, Setting, StepMeasured, read_busy
+from lockstep.bench.forecast_ranks import (
+    CLASSES,
+    QUIET,
+    Case,
+    Message,
+    Setting,
+    StepMeasured,
+    build_lone_step,
+    read_busy,
+)
 from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.comm.cost import Choice, Timing
@@ -35,7 +45,7 @@ from lockstep.errors import LockstepError
 from lockstep.layout import Layout
 from lockstep.plan.choose import pick_choice
 from lockstep.plan.device import BatchTime
-from lockstep.plan.shared_cores import Cores, Sum, share_cores
+from lockstep.plan.shared_cores import Cores, Crowd, Sum, share_cores
 from lockstep.plan.simulate import StepParts, simulate
 
 SHAPES = ((1, 2), (2, 2), (2, 4), (4, 4))
@@ -47,6 +57,7 @@ CUTS = (
 )  # MB of a buffer, and whether it is sent under backward
 MOST_RANKS = 64
 PROFILES = 5  # at most, each time, until one was taken while nobody else worked
+WATCHED_S = 4.0  # of a rank among others
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def run(
 ) -> list[Row]:
     """Profile one rank, then measure and predict each cluster; prints a table."""
     check_files(json_file, None)
-    profiles = [profile_alone(case)]
+    profiles, crowds = [profile_alone(case)], [watch_crowd(case)]
     found: list[tuple[tuple[int, int], list[Message], list[StepMeasured]]] = []
     for nodes, ranks in shapes:
         with VirtualCluster.open(nodes, ranks, gbit_per_s) as cluster:
@@ -105,15 +116,26 @@ def run(
                 ((nodes, ranks), *measure_cluster(cluster, case, list_settings(nodes, ranks), rounds, patience_s))
             )
         profiles.append(profile_alone(case))  # again and again, as a machine that others use changes
+        crowds.append(watch_crowd(case))
     alone = sorted(profiles, key=lambda row: row.step_s)[(len(profiles) - 1) // 2]
     spread = [profile.step_s for profile in profiles]
     console.print(
         f"one rank, one thread, the other cores at work: {1e3 * alone.step_s:.1f} ms a step "
         f"({1e3 * min(spread):.1f} to {1e3 * max(spread):.1f} over {len(spread)} profiles)",
         highlight=False,
+        soft_wrap=True,
+    )
+    crowd = Crowd(*(statistics.median(values) for values in zip(*map(astuple, crowds), strict=True)))
+    console.print(
+        f"two ranks on a core lose {100 * crowd.loss:.1f} % beyond their turns; steps vary by "
+        f"{100 * crowd.jitter:.1f} %, and by {100 * crowd.turn_jitter:.1f} % in turns",
+        highlight=False,
+        soft_wrap=True,
     )
     layout = build_case_layout(case)
-    rows = [build_row(shape, step, alone, messages, layout) for shape, messages, steps in found for step in steps]
+    rows = [
+        build_row(shape, step, alone, crowd, messages, layout) for shape, messages, steps in found for step in steps
+    ]
     console.print(build_table(rows))
     for line in describe_errors(rows):
         console.print(line, highlight=False, soft_wrap=True)
@@ -139,6 +161,37 @@ def profile_alone(case: Case) -> BatchTime:
         finally:
             torch.set_num_threads(threads)
     return min(found, key=lambda each: each[0])[1]
+
+
+def watch_crowd(case: Case) -> Crowd:
+    """One rank on one thread, step by step: every core has one at work, then two."""
+    threads = torch.get_num_threads()
+    with join_world(None) as world:
+        torch.set_num_threads(1)
+        try:
+            step = build_lone_step(case, replace(world, num_threads=1))
+            seconds = []
+            for each in (1, 2):  # on a core
+                with keep_company(case, each * count_cores() - 1):
+                    seconds.append(_watch_steps(step))
+        finally:
+            torch.set_num_threads(threads)
+    alone, crowded = seconds
+    return Crowd(
+        loss=max(0.0, statistics.mean(crowded) / (2 * statistics.mean(alone)) - 1),
+        jitter=statistics.stdev(alone) / statistics.mean(alone),
+        turn_jitter=statistics.stdev(crowded) / statistics.mean(crowded),
+    )
+
+
+def _watch_steps(step: Callable[[], object]) -> list[float]:
+    seconds: list[float] = []
+    step()
+    while sum(seconds) < WATCHED_S or len(seconds) < 3:
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 @contextmanager
@@ -227,11 +280,16 @@ def predict(
 
 
 def build_row(
-    shape: tuple[int, int], step: StepMeasured, alone: BatchTime, messages: Sequence[Message], layout: Layout
+    shape: tuple[int, int],
+    step: StepMeasured,
+    alone: BatchTime,
+    crowd: Crowd,
+    messages: Sequence[Message],
+    layout: Layout,
 ) -> Row:
     """Predicted beside measured."""
     nodes, ranks = shape
-    parts, messages_s = predict(step.setting, alone, messages, layout, Cores(nodes * ranks, count_cores()))
+    parts, messages_s = predict(step.setting, alone, messages, layout, Cores(nodes * ranks, count_cores(), crowd))
     return Row(
         nodes=nodes,
         ranks_per_node=ranks,
@@ -272,18 +330,15 @@ def build_table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="milliseconds of a step", title_justify="left")
     table.add_column("cluster", no_wrap=True)
     table.add_column("setting", no_wrap=True)
-    for heading in ("measured", "spread", "others", "predicted", "error", "exposed", "messages"):
-        table.add_column(heading, justify="right")
+    for heading in ("measured", "others", "predicted", "error"):  # as many as fit 80 letters; the file has the rest
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.nodes}x{row.ranks_per_node}",
             row.setting,
             f"{1e3 * row.measured_s:.0f}",
-            f"{1e3 * row.spread_s:.0f}",
             f"{100 * row.others:.0f} %",
             f"{1e3 * row.predicted_s:.0f}",
             f"{100 * row.error:+.0f} %",
-            f"{1e3 * row.exposed_s:.0f}",
-            f"{1e3 * row.messages_s:.0f}",
         )
     return table

@@ -172,6 +172,16 @@ def _measure_steps(
     return found
 
 
+def build_lone_step(case: Case, world: World) -> Callable[[], object]:
+    """A step of one rank by itself, who computes and updates and sends nothing."""
+    config = case.build_config(1)
+    set_number_formats(config.precision)
+    parts = assemble(config, world, build_network(config, CLASSES), Schedule("constant", 0.1, total_steps=1))
+    batch = fake_batch(config, world)
+    step = build_launched(parts, len(batch.labels))
+    return lambda: step(batch, 0.0, False)
+
+
 def take_turns(taking: Taking, sides: Sequence[Side], take: Callable[[Side], Turn]) -> dict[Side, list[Turn]]:
     """So many turns of each side, one after the other; those that others disturbed are taken again, for a while.
 

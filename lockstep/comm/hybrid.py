@@ -3,7 +3,7 @@
 All ranks run the same choices in the same order on one channel, so the result does not depend on timing.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +95,7 @@ class Hybrid:
         squares = self.squares
         if self._is_left_to_torch:
             if squares is not None:
-                squares.append(sum_squares(buffer, num_exact))
+                squares.append(sum_squares([buffer[: buffer.numel() - num_exact]]))
             work: Sum | None = dist.all_reduce(buffer, async_op=True)
             assert work is not None
             if self.timed is None:
@@ -105,7 +105,7 @@ class Hybrid:
 
         def run() -> None:
             if squares is not None:
-                squares.append(sum_squares(buffer, num_exact))
+                squares.append(sum_squares([buffer[: buffer.numel() - num_exact]]))
             self.run(buffer, choice, num_exact)
 
         pending = self.channel.submit(run, after)
@@ -124,7 +124,9 @@ class Hybrid:
             window.close()
 
 
-def sum_squares(buffer: Tensor, num_exact: int) -> Tensor:
-    """The sum of a buffer's squares without its last `num_exact` elements; in pieces, as a CPU adds up in FP32."""
-    pieces = list(buffer[: buffer.numel() - num_exact].split(PIECE)) or [buffer[:0]]
-    return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float32)).double().square().sum()
+def sum_squares(arrays: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares of at least one array; on a CPU, which adds up in FP32 one by one, in pieces."""
+    pieces = [piece for array in arrays for piece in (array.split(PIECE) if array.is_cpu else (array,))]
+    alike = [[piece for piece in pieces if piece.dtype == dtype] for dtype in {piece.dtype for piece in pieces}]
+    norms = [torch.stack(torch._foreach_norm(each, 2, dtype=torch.float32)) for each in alike]
+    return torch.cat(norms).double().square().sum()

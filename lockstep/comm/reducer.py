@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.comm.channel import Pending
 from lockstep.comm.cost import Choice
 from lockstep.comm.fusion import Buffer, ReductionPlan
-from lockstep.comm.hybrid import Sum
+from lockstep.comm.hybrid import Sum, sum_squares
 from lockstep.comm.moment import Moment, seconds_between, take_moment
 from lockstep.comm.pulse import Pulse
 from lockstep.layout import ALIGNMENT
@@ -98,6 +98,10 @@ class Reducer:
         self._step = 0  # steps begun, for the pulse
         self._under_way: deque[tuple[Pending, tuple[int, int]]] = deque()  # sums the device may not be through with
         self._is_last_pass = False
+        self._is_first_pass = True
+        self.measures = False  # whether `first_square` is wanted; a recording keeps it always
+        # Of the gradients of a step's first pass, where it has several and nothing is sent; recordings write there too.
+        self.first_square = torch.zeros((), dtype=torch.float64, device=self._full.device)
         self._landed = [False] * len(slots)
         self._num_missing: list[int] = []
         self._num_sent = 0
@@ -193,7 +197,7 @@ class Reducer:
         self._landed = [landed] * len(self._slots)
         self._num_missing = [buffer.last - buffer.first for buffer in self._buffers]
         self._num_sent = 0
-        self._is_last_pass = False
+        self._is_last_pass, self._is_first_pass = False, True
         self._sums = []
 
     def arm(self) -> None:
@@ -201,6 +205,19 @@ class Reducer:
         self._is_last_pass = True
         if self._watch is not None:
             self._watch.began = self._now()
+
+    def end_pass(self) -> None:
+        """A backward pass is over: of the first of several, keep the sum of the gradients' squares if it is wanted."""
+        is_wanted = self.is_alone and (self.measures or self._marks is not None)
+        if is_wanted and self._is_first_pass and not self._is_last_pass and (gathered := self._gathered()):
+            self.first_square.copy_(sum_squares(gathered))
+        self._is_first_pass = False
+
+    def _gathered(self) -> list[Tensor]:
+        """This rank's gradients so far, in their slots or still outside; all elements in the order they lie."""
+        triples = zip(self._parameters, self._slots, self._landed, strict=True)
+        found = [p.grad if p.grad is not None else slot for p, slot, landed in triples if landed or p.grad is not None]
+        return [_flatten(values) for values in found]
 
     def finish(self) -> None:
         """Send what has not been sent and wait until every buffer holds the sum over ranks."""

@@ -20,36 +20,58 @@ from lockstep.data.order import Samples, mix
 # training crops and may be fractions for evaluation.
 Sides = NDArray[np.int64]
 Boxes = NDArray[np.float64]
+Shares = NDArray[np.float64]  # numbers in [0, 1), or what was made of them
 
 # A crop that does not fit the image is drawn again this often before the central one is taken.
 TRIES = 10
-# Keeps the words of this module's draws apart from those of the sample order.
-CROP_STREAM = 1
+# Keep the draws of one kind apart from those of another, and all of them from the sample order.
+CROP_STREAM, SHIFT_STREAM, ERASE_STREAM, POLICY_STREAM, MIX_STREAM = range(1, 6)
 
 
 class Draws(NamedTuple):
     """The chance of N samples for one epoch, independent of the images' sizes."""
 
-    crops: NDArray[
-        np.float64
-    ]  # N × TRIES × (share of the area, width / height, top and left as shares of what is free)
+    crops: Shares  # N × TRIES × (share of the area, width / height, top and left as shares of what is free)
     flips: NDArray[np.bool_]
+
+
+def draw_uniform(seed: int, epoch: int, stream: int, samples: Samples, count: int, first: int = 0) -> Shares:
+    """Numbers in [0, 1) for each of N samples, N × count: those from the `first` on in a stream of their own."""
+    bits = mix(seed, epoch, stream, samples[:, None], np.arange(first, first + count))
+    uniform: Shares = (bits >> np.uint64(11)) * 2.0**-53
+    return uniform
 
 
 def draw_crops(
     seed: int, epoch: int, samples: Samples, area: tuple[float, float], ratio: tuple[float, float], flip: bool
 ) -> Draws:
     """The draws of many samples at once: area uniform, ratio log-uniform, flip even."""
-    bits = mix(seed, epoch, CROP_STREAM, samples[:, None], np.arange(4 * TRIES + 1))
-    uniform = (bits >> np.uint64(11)) * 2.0**-53
-    crops = uniform[:, :-1].reshape(-1, TRIES, 4)
+    uniform = draw_uniform(seed, epoch, CROP_STREAM, samples, 4 * TRIES + 1)
+    return Draws(spread_crops(uniform[:, :-1], area, ratio), (uniform[:, -1] < 0.5) & flip)
+
+
+def spread_crops(uniform: Shares, area: tuple[float, float], ratio: tuple[float, float]) -> Shares:
+    """Numbers in [0, 1), N × 4 TRIES, as crops of these areas and ratios; the numbers are overwritten."""
+    crops = uniform.reshape(-1, TRIES, 4)
     crops[..., 0] = area[0] + crops[..., 0] * (area[1] - area[0])
     crops[..., 1] = ratio[0] * (ratio[1] / ratio[0]) ** crops[..., 1]
-    return Draws(crops, (uniform[:, -1] < 0.5) & flip)
+    return crops
 
 
-def random_crops(sides: Sides, crops: NDArray[np.float64], ratio: tuple[float, float]) -> Boxes:
+def random_crops(sides: Sides, crops: Shares, ratio: tuple[float, float]) -> Boxes:
     """Each image's first drawn crop that fits it, else its largest central one within the ratio's bounds."""
+    boxes, fits = fit_crops(sides, crops)
+    if not fits.all():
+        none = ~fits
+        height, width = sides[none].T
+        largest = np.stack([np.rint(width / ratio[0]), np.rint(height * ratio[1])], axis=1)
+        extent = np.clip(largest, 1, sides[none])
+        boxes[none] = np.concatenate([(sides[none] - extent) // 2, extent], axis=1)
+    return boxes
+
+
+def fit_crops(sides: Sides, crops: Shares) -> tuple[Boxes, NDArray[np.bool_]]:
+    """Each image's first drawn crop that fits it, and whether any does."""
     area, aspect, *place = np.moveaxis(crops, 2, 0)
     target = area * sides.prod(axis=1)[:, None]
     extents = np.rint(np.sqrt(np.stack([target / aspect, target * aspect], axis=2)))
@@ -58,13 +80,7 @@ def random_crops(sides: Sides, crops: NDArray[np.float64], ratio: tuple[float, f
     rows = np.arange(len(sides))
     extent = extents[rows, first]
     corner = np.floor(np.stack(place, axis=2)[rows, first] * (sides - extent + 1))
-    none = ~fits[rows, first]
-    if none.any():
-        height, width = sides[none].T
-        largest = np.stack([np.rint(width / ratio[0]), np.rint(height * ratio[1])], axis=1)
-        extent[none] = np.clip(largest, 1, sides[none])
-        corner[none] = (sides[none] - extent[none]) // 2
-    return np.concatenate([corner, extent], axis=1)
+    return np.concatenate([corner, extent], axis=1), fits[rows, first]
 
 
 def central_crops(sides: Sides, resize: int, size: int) -> Boxes:

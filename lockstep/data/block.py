@@ -13,6 +13,7 @@ from lockstep.data.augment import Boxes, Sides, choose_factors, reduce_boxes
 from lockstep.data.decode import DecodeError, Pixels, decode
 from lockstep.data.order import Samples
 from lockstep.data.reader import Fetch, Loaded, SampleReader
+from lockstep.data.retouch import Retouch
 
 Rows = NDArray[np.int64]
 # Rows of the batch and the sizes of their images -> where the crops lie, and which are mirrored.
@@ -29,6 +30,7 @@ class Request:
     confined: bool  # crops are cut out before they are resized, so that no pixel beside them counts
     replaces: bool  # a bad sample's neighbour takes its place, rather than nothing
     least: int  # pixels a side that a crop keeps when its image is decoded at a reduced scale
+    retouch: Retouch | None = None  # what the squares undergo, in training only: no row is missing there
     taken: Samples = field(init=False)  # the samples that really lie in the rows
     readable: NDArray[np.bool_] = field(init=False)
 

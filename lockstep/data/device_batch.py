@@ -87,10 +87,10 @@ class DevicePath:
         if self.lane.stream:
             self.lane.stream.synchronize()
 
-    def crop(self, table: Tensor, out: Tensor) -> None:
+    def crop(self, table: Tensor, out: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         """Fill `out` from the images of the table, in the lane."""
         with self._launch_lock:
-            (crop_resize if out.is_cuda else crop_resize_plain)(table, out, self.mean, self.std)
+            (crop_resize if out.is_cuda else crop_resize_plain)(table, out, mean, std)
 
 
 class DeviceBatch:
@@ -214,10 +214,16 @@ class DeviceBatch:
         )
         labels = path.reader.source.labels[request.taken[rows]].astype(np.int64)
         shape = (len(rows), 3, request.size, request.size)
-        lane = path.lane
+        lane, retouch = path.lane, request.retouch
+        if retouch:
+            labels = retouch.finish_labels(labels)
         with lane.enter():
             images = torch.empty(shape, dtype=path.dtype, device=lane.device, memory_format=torch.channels_last)
-            path.crop(lane.send(table), images)
+            table = lane.send(table)
+            if retouch:
+                images = retouch.make_batch(table, images, path.crop, path.mean, path.std, lane.send)
+            else:
+                path.crop(table, images, path.mean, path.std)
             sent = lane.send(torch.from_numpy(labels))
             done = lane.stream.record_event() if lane.stream else None
         self._ready = images, sent, done

@@ -97,7 +97,7 @@ class HostBatch:
         """Prepare some rows; returns those whose images turned out bad."""
         request, path = self._request, self._path
         block = open_block(request, rows, path.reader, full_size=False)
-        normalizer = path.normalizer(request.size)
+        normalizer, retouch = path.normalizer(request.size), request.retouch
         square, mirrored = path.squares(request.size)
 
         def take(index: int) -> None:
@@ -105,12 +105,18 @@ class HostBatch:
             (resize_crop if request.confined else resize_central)(image, block.boxes[index], square)
             if block.flips[index]:
                 mirror_into(square, mirrored)
-            normalizer.normalize_into(mirrored if block.flips[index] else square, self._images[block.rows[index]])
+            row = int(block.rows[index])
+            levels = mirrored if block.flips[index] else square
+            normalizer.normalize_into(retouch.change_levels(levels, row) if retouch else levels, self._images[row])
+            if retouch:
+                retouch.erase_part(self._images[row], row)
 
         return decode_each(block, path.reader, take)
 
     def complete(self) -> None:
-        """All rows are filled."""
+        """All rows are filled: mix what is to be mixed."""
+        if self._request.retouch:
+            self._request.retouch.mix(self._images)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Images and labels for the step."""
@@ -120,4 +126,6 @@ class HostBatch:
             keep = torch.from_numpy(np.flatnonzero(request.readable))
             images = images[keep].contiguous(memory_format=torch.channels_last)
         labels = self._path.reader.source.labels[request.taken[request.readable]].astype(np.int64)
+        if request.retouch:
+            images, labels = images[request.retouch.own], request.retouch.finish_labels(labels)
         return images.to(self._path.dtype), torch.from_numpy(labels)

@@ -87,6 +87,8 @@ class StepPlan:
     samples: Samples
     global_size: int
     next: Cursor
+    made: Samples  # the samples, and the other halves of pairs that the share cuts
+    own: slice  # where the samples lie among those
 
 
 def steps_per_epoch(num_samples: int, global_batch: int) -> int:
@@ -104,14 +106,30 @@ def step_at(cursor: Cursor, num_samples: int, global_batch: int) -> int:
     return (cursor.epoch + 1) * steps_per_epoch(num_samples, global_batch) - left
 
 
-def plan_step(cursor: Cursor, num_samples: int, global_batch: int, rank: int, world_size: int, seed: int) -> StepPlan:
-    """The samples this rank takes at the step that starts at the cursor."""
+def plan_step(
+    cursor: Cursor,
+    num_samples: int,
+    global_batch: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    paired: bool = False,
+) -> StepPlan:
+    """The samples this rank takes at the step that starts at the cursor.
+
+    `paired`, the positions 2i and 2i + 1 of a global batch belong together, and a rank that has one makes both.
+    """
     global_size = min(global_batch, num_samples - cursor.position)
     start, stop = share(global_size, rank, world_size)
-    positions = cursor.position + np.arange(start, stop, dtype=np.int64)
+    first, last = start, stop
+    if paired and start < stop:
+        first, last = start - start % 2, min(stop + stop % 2, global_size)
+    positions = cursor.position + np.arange(first, last, dtype=np.int64)
     end = cursor.position + global_size
     following = Cursor(cursor.epoch, end) if end < num_samples else Cursor(cursor.epoch + 1, 0)
-    return StepPlan(cursor.epoch, permute(positions, num_samples, seed, cursor.epoch), global_size, following)
+    made = permute(positions, num_samples, seed, cursor.epoch)
+    own = slice(start - first, stop - first)
+    return StepPlan(cursor.epoch, made[own], global_size, following, made, own)
 
 
 def choose_held_out(names: NDArray[np.uint64], val_share: float) -> NDArray[np.bool_]:

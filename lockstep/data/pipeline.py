@@ -20,6 +20,7 @@ from lockstep.data.order import Cursor, Samples, StepPlan, plan_step
 from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.prefetch import Pending
 from lockstep.data.reader import SampleReader
+from lockstep.data.retouch import Augmentation, draw_retouch
 from lockstep.data.sources import Source
 from lockstep.data.workshop import Crew, Means, Workshop
 
@@ -27,6 +28,7 @@ from lockstep.data.workshop import Crew, Means, Workshop
 FIRST_DEPTH, MAX_DEPTH = 2, 8
 # Evaluation keeps this many times the output's pixels a side when it decodes at a reduced scale: nothing fine is lost.
 EVAL_MARGIN = 2
+NO_AUGMENTATION = Augmentation()
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Batch:
     """One rank's share of a step, on its device."""
 
     images: Tensor  # N × 3 × H × W, channels-last memory
-    labels: Tensor  # int64
+    labels: Tensor  # int64; where samples are mixed N × 3 FP32: label, the other's label, the share of the first
     global_size: int  # samples of the whole step, over all ranks
     epoch: int
     samples: Samples  # as planned, also where an unreadable one was replaced
@@ -109,12 +111,14 @@ class TrainPipeline(Pipeline):
         bad_share: float,
         read_timeout_s: float = READ_TIMEOUT_S,
         image_sizes: tuple[tuple[int, int], ...] = (),
+        augmentation: Augmentation = NO_AUGMENTATION,
         **means: Unpack[Means],
     ) -> None:
         super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
         self._image_size, self._image_sizes = image_size, image_sizes
         self._crop_area, self._crop_ratio, self._flip = crop_area, crop_ratio, flip
+        self._augmentation = augmentation
         self._max_depth = prefetch_batches or MAX_DEPTH
         self._num_taken = 0
         self._planned = start
@@ -149,17 +153,23 @@ class TrainPipeline(Pipeline):
 
     def _start_next(self) -> None:
         plan = plan_step(
-            self._planned, self._source.num_samples, self._global_batch, self._rank, self._world_size, self._seed
+            self._planned,
+            self._source.num_samples,
+            self._global_batch,
+            self._rank,
+            self._world_size,
+            self._seed,
+            paired=self._augmentation.mixes,
         )
-
+        size = self.size_at(plan.epoch)
         # For the whole batch at once: block by block it would cost the decode threads several times as much of Python.
-        draws = draw_crops(self._seed, plan.epoch, plan.samples, self._crop_area, self._crop_ratio, self._flip)
+        draws = draw_crops(self._seed, plan.epoch, plan.made, self._crop_area, self._crop_ratio, self._flip)
+        retouch = draw_retouch(self._seed, plan, size, self._augmentation)
 
         def place(rows: Rows, sides: Sides) -> tuple[Boxes, NDArray[np.bool_]]:
             return random_crops(sides, draws.crops[rows], self._crop_ratio), draws.flips[rows]
 
-        size = self.size_at(plan.epoch)
-        request = Request(plan.samples, size, place, confined=True, replaces=True, least=size)
+        request = Request(plan.made, size, place, confined=True, replaces=True, least=size, retouch=retouch)
         self._ahead.append((plan, self._workshop.start(request)))
         self._planned = plan.next
 

@@ -1,6 +1,7 @@
 """Decoded images that stay on the device: a small data set is decoded once, and later epochs only crop it."""
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -38,6 +39,11 @@ class Resident:
         """Images on the device."""
         return int(np.count_nonzero(self._addresses))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every image is here, and nothing is left to read."""
+        return bool(self._addresses.all())
+
     def holds(self, samples: Samples) -> NDArray[np.bool_]:
         """Which of these are here."""
         held: NDArray[np.bool_] = self._addresses[samples] != 0
@@ -64,6 +70,25 @@ class Resident:
             self._memory += memory
             self._strides[samples], self._sides[samples] = strides, sides
             self._addresses[samples] = addresses  # last: from here on other threads find them
+
+
+class Shelf:
+    """Residents that outlive the pipelines that filled them, for others over the same source: those of later runs."""
+
+    def __init__(self) -> None:
+        # With the source itself, so that no other can get its identity.
+        self._kept: dict[tuple[int, str], tuple[Source, Resident | None]] = {}
+
+    def take(self, source: Source, way: str, build: Callable[[], Resident | None]) -> Resident | None:
+        """What is kept of a source that is decoded this way; built on first use, and so is the decision against it."""
+        place = id(source), way
+        if place not in self._kept:
+            self._kept[place] = source, build()
+        return self._kept[place][1]
+
+    def keep_only(self, *sources: Source) -> None:
+        """Let go of all other sources' images."""
+        self._kept = {place: kept for place, kept in self._kept.items() if any(kept[0] is one for one in sources)}
 
 
 def free_device_bytes(device: torch.device) -> int:

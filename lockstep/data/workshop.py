@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NotRequired, TypedDict
 
 import torch
@@ -10,15 +11,19 @@ from lockstep.data.block import Request, Rows
 from lockstep.data.device_batch import DeviceBatch, DevicePath
 from lockstep.data.host_batch import HostPath
 from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg
+from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.prefetch import Making, Pending, Prefetcher
+from lockstep.data.probe import probe_headers
 from lockstep.data.reader import SampleReader
-from lockstep.data.resident import Resident, estimate_bytes, free_device_bytes
+from lockstep.data.resident import Resident, Shelf, estimate_bytes, free_device_bytes
+from lockstep.data.sources import Source
 from lockstep.errors import LockstepError
 
 # The share of the free device memory that decoded images may take when they are told to stay there.
 ON_SHARE = 0.8
 # For what nvJPEG leaves; Python runs one thread at a time, and more that decode hold up those that keep nvJPEG busy.
 THREADS_BESIDE_NVJPEG = 4
+FORMAT_PROBES = 32  # images whose headers say whether nvJPEG has anything to do
 # A thread that comes back from nvJPEG or from a file waits for its turn among others, which by default may keep it for
 # 5 ms each: as long as nvJPEG takes for a block.
 TURN_S = 0.0001
@@ -37,6 +42,7 @@ class Means(TypedDict):
     dtype: NotRequired[torch.dtype]  # of the images
     decoder: NotRequired[DecoderName]
     resident: NotRequired[Residence]
+    shelf: NotRequired[Shelf | None]  # where decoded images stay for the pipelines of later runs
     read_processes: NotRequired[int]  # that read files for nvJPEG
     on_device: NotRequired[bool]  # whether the device crops; by default a GPU does
 
@@ -68,10 +74,10 @@ class Workshop:
         resident: Residence = "auto",
         read_processes: int = 0,
         on_device: bool | None = None,
+        shelf: Shelf | None = None,
         *,
         share: float,
     ) -> None:
-        self._threads, self._read_processes = threads, read_processes
         self._device = device
         self._decoder = choose_decoder(decoder, device)
         self._path: DevicePath | HostPath
@@ -79,10 +85,13 @@ class Workshop:
             nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
             if nvjpeg:
                 sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
-            kept = build_resident(resident, reader, device, share)
+            build = partial(build_resident, resident, reader, device, share)
+            kept = shelf.take(reader.source, self._decoder, build) if shelf else build()
+            read_processes = 0 if kept and kept.is_whole else read_processes
             self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg, read_processes)
         else:
             self._path = HostPath(reader, mean, std, dtype)
+        self._threads, self._read_processes = threads, read_processes
         self._prefetcher = Prefetcher(
             self._path,
             threads,
@@ -149,6 +158,14 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
             f'data.decoder = "{wanted}" needs a CUDA device and torchvision; install torchvision or set it to "cpu".'
         )
     return wanted
+
+
+def suits_nvjpeg(source: Source, device: torch.device, read_timeout_s: float = READ_TIMEOUT_S) -> bool:
+    """Whether nvJPEG could decode most of a source's images: it knows one format."""
+    if device.type != "cuda":
+        return False
+    headers = probe_headers(source, FORMAT_PROBES, read_timeout_s)
+    return not headers or 2 * sum(bool(header.colors) for header in headers) > len(headers)
 
 
 def build_resident(wanted: Residence, reader: SampleReader, device: torch.device, share: float) -> Resident | None:

@@ -26,10 +26,12 @@ from lockstep.data.own_data import OwnData
 from lockstep.data.pack import pack_parquet
 from lockstep.data.parquet import holds_parquet
 from lockstep.data.pipeline import EvalPipeline, TrainPipeline
+from lockstep.data.resident import Shelf
+from lockstep.data.retouch import Augmentation
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
-from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, choose_decoder
+from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, Means, choose_decoder, suits_nvjpeg
 from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
 from lockstep.engine.passes import check_shares, plan_passes
 from lockstep.engine.statistics import list_averaged
@@ -340,22 +342,26 @@ def count_decode_threads(config: RunConfig, world: World, decoder: DecoderName) 
     return max(1, min(most, world.num_threads - 2))
 
 
-def plan_input(config: RunConfig, world: World) -> InputPlan:
-    """Who makes this run's batches, from what is asked for and what is there."""
+def plan_input(config: RunConfig, world: World, source: Source | None = None) -> InputPlan:
+    """Who makes this run's batches, from what is asked for and what is there; without a source its images are JPEGs."""
     data = config.data
+    is_odd = data.decoder == "auto" and source and not suits_nvjpeg(source, world.device, data.read_timeout_s)
+    decoder: DecoderName = "cpu" if is_odd else data.decoder
     return InputPlan(
-        decoder=choose_decoder(data.decoder, world.device),
-        threads=count_decode_threads(config, world, data.decoder),
+        decoder=choose_decoder(decoder, world.device),
+        threads=count_decode_threads(config, world, decoder),
         read_processes=data.read_processes,
         prefetch_batches=data.prefetch_batches,
     )
 
 
 def build_train_pipeline(
-    config: RunConfig, world: World, source: Source, start: Cursor, plan: InputPlan
+    config: RunConfig, world: World, source: Source, start: Cursor, plan: InputPlan, shelf: Shelf | None = None
 ) -> TrainPipeline:
     """This rank's training batches from `start` on."""
     data = config.data
+    # Code of the user's stays in the process that it was given to.
+    read_processes = 0 if isinstance(source, OwnData) else plan.read_processes
     return TrainPipeline(
         source,
         global_batch=config.train.global_batch,
@@ -367,23 +373,16 @@ def build_train_pipeline(
         crop_area=data.crop_area,
         crop_ratio=data.crop_ratio,
         flip=data.flip,
-        mean=data.mean,
-        std=data.std,
-        threads=plan.threads,
+        augmentation=Augmentation(**config.augment.model_dump()),
         prefetch_batches=plan.prefetch_batches,
-        device=world.device,
         start=start,
         bad_share=data.bad_share,
         read_timeout_s=data.read_timeout_s,
-        decoder=plan.decoder,
-        # Code of the user's stays in the process that it was given to.
-        read_processes=0 if isinstance(source, OwnData) else plan.read_processes,
-        resident=data.resident,
-        dtype=HALF.get(config.precision.compute, torch.float32),
+        **build_means(config, world, plan.decoder, plan.threads, read_processes, shelf),
     )
 
 
-def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> EvalPipeline:
+def build_eval_pipeline(config: RunConfig, world: World, source: Source, shelf: Shelf | None = None) -> EvalPipeline:
     """This rank's part of the validation set."""
     data = config.data
     return EvalPipeline(
@@ -393,15 +392,31 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source) -> Eval
         world_size=world.size,
         image_size=data.image_size,
         eval_resize=data.eval_resize,
-        mean=data.mean,
-        std=data.std,
-        threads=count_decode_threads(config, world, "cpu"),
         prefetch_batches=data.prefetch_batches,
-        device=world.device,
         bad_share=data.bad_share,
         read_timeout_s=data.read_timeout_s,
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
-        decoder="cpu",
-        resident=data.resident,
+        **build_means(config, world, "cpu", count_decode_threads(config, world, "cpu"), shelf=shelf),
+    )
+
+
+def build_means(
+    config: RunConfig,
+    world: World,
+    decoder: DecoderName,
+    threads: int,
+    read_processes: int = 0,
+    shelf: Shelf | None = None,
+) -> Means:
+    """What it takes to make batches, for training and evaluation alike."""
+    return Means(
+        mean=config.data.mean,
+        std=config.data.std,
+        threads=threads,
+        device=world.device,
+        decoder=decoder,
+        read_processes=read_processes,
+        resident=config.data.resident,
+        shelf=shelf,
         dtype=HALF.get(config.precision.compute, torch.float32),
     )

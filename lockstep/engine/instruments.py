@@ -13,6 +13,7 @@ from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.engine.energy import Energy
 from lockstep.engine.noise import NoiseScale
+from lockstep.engine.step import split_batch
 from lockstep.engine.timeline import NUM_STEPS, Timeline
 from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
@@ -71,13 +72,13 @@ class Instruments:
         if self._cadence.begins_timeline(step):
             self._timeline = Timeline(self._parts, step)
         if self._cadence.is_measured(step):
-            self._parts.rule.measures = True
+            self._parts.rule.measures = self._parts.reducer.measures = True
             if self._parts.hybrid:
                 self._parts.hybrid.squares = []
 
     def drop_step(self) -> None:
         """The step that was begun is not taken, so there is nothing to measure of it."""
-        self._parts.rule.measures = False
+        self._parts.rule.measures = self._parts.reducer.measures = False
         if self._parts.hybrid:
             self._parts.hybrid.squares = None
 
@@ -99,7 +100,7 @@ class Instruments:
 
     def _report_layers(self, step: int, batch: Batch) -> float | None:
         parts = self._parts
-        parts.rule.measures = False
+        parts.rule.measures = parts.reducer.measures = False
         squares: list[torch.Tensor] = []
         if parts.hybrid:
             squares, parts.hybrid.squares = parts.hybrid.squares or [], None
@@ -119,15 +120,20 @@ class Instruments:
                 trust_ratios=_shorten(trust),
             )
         )
-        return self._estimate_noise(squares, norms, batch) if self._world.size > 1 else None
+        return self._estimate_noise(squares, norms, batch)
 
     def _estimate_noise(self, squares: list[torch.Tensor], norms: Norms, batch: Batch) -> float | None:
-        """From this rank's squares before the sum and everyone's after it."""
+        """From this rank's squares before the sum and everyone's after it; alone, from those of its first pass."""
         count, big = len(batch.labels), batch.global_size
+        if self._world.size == 1:
+            passes = list(split_batch(count, self._parts.max_batch_per_rank))
+            if len(passes) < 2:  # nothing to compare the step with
+                return None
+            count, squares = passes[0][0].stop, [self._parts.reducer.first_square]
         own = torch.zeros(3, dtype=torch.float64)
         if count and squares:
             square = torch.stack(squares).sum() * norms.inverse.double() ** 2
-            # Every rank divides by the global batch; the mean over its own samples is that much larger.
+            # Every rank divides by the global batch; the mean over those samples alone is that much larger.
             own = torch.tensor([square.item() * (big / count) ** 2, 1 / count, 1.0], dtype=torch.float64)
         small, inverse, ranks = self._world.sum(own).tolist()
         if not ranks:

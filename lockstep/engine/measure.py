@@ -292,9 +292,10 @@ def fake_batch(config: RunConfig, world: World, count: int | None = None) -> Bat
     generator = torch.Generator(world.device).manual_seed(world.rank)
     images = torch.randn(stop - start, 3, size, size, device=world.device, generator=generator)
     images = images.to(HALF.get(config.precision.compute, torch.float32), memory_format=torch.channels_last)
+    shape, dtype = ((stop - start, 3), torch.float32) if config.augment.mixes else ((stop - start,), torch.int64)
     return Batch(
         images=images,
-        labels=torch.zeros(stop - start, dtype=torch.int64, device=world.device),
+        labels=torch.zeros(shape, dtype=dtype, device=world.device),
         global_size=config.train.global_batch,
         epoch=0,
         samples=np.arange(stop - start),

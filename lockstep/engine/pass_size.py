@@ -18,7 +18,7 @@ import torch
 
 from lockstep.comm.moment import seconds_between, take_moment, wait_for
 from lockstep.comm.world import World
-from lockstep.config import MOST, USUAL_PASS, RunConfig
+from lockstep.config import USUAL_PASS, RunConfig
 from lockstep.data.order import share
 from lockstep.engine.apply import apply_execution
 from lockstep.engine.build import Parts
@@ -30,6 +30,7 @@ from lockstep.errors import LockstepError
 from lockstep.files import read_small, write_whole
 from lockstep.plan.plan import Execution
 from lockstep.plan.profile import read_setup
+from lockstep.recipe_values import MOST
 
 GAIN = 0.02  # by which a larger pass must be quicker for each of its samples
 ROOM = 0.8  # of the memory there is, that a pass may take: recordings and other kernels need some more
@@ -56,12 +57,15 @@ def settle_pass(config: RunConfig, parts: Parts, world: World, *, again: bool = 
         said = f"A pass has up to {size:,} samples ({source}; train.max_batch_per_rank)."
     else:
         size = USUAL_PASS
-    settled = train.model_copy(update={"max_batch_per_rank": size})
-    return (
-        config.model_copy(update={"train": settled}),
-        replace(parts, max_batch_per_rank=settled.largest_pass),
-        said,
-    )
+    settled = with_size(config, size)
+    return settled, replace(parts, max_batch_per_rank=settled.train.largest_pass), said
+
+
+def with_size(config: RunConfig, size: int) -> RunConfig:
+    """The same with this size of a pass, unless it says one itself."""
+    if config.train.max_batch_per_rank or config.train.accumulate:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"max_batch_per_rank": size})})
 
 
 def _recall_or_measure(config: RunConfig, parts: Parts, world: World, again: bool) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
+from lockstep.data.sources import Source as DataSource
 from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
 from lockstep.engine.measure import Rig, suits_own_kernels
 from lockstep.engine.number_format import settle_format
@@ -48,6 +49,7 @@ def choose_plan(
     *,
     num_steps: int = 1,
     again: bool = False,
+    source: DataSource | None = None,
 ) -> Chosen:
     """The best plan for this run, remembered or measured now; every rank comes to the same answer.
 
@@ -56,7 +58,7 @@ def choose_plan(
     """
     setup = read_setup(world.broadcast_value(asdict(describe_setup(config, parts, world))))
     folders = [place if place.name != CACHE else place / setup.name for place in places]
-    plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world))
+    plan = Plan(Execution(), parts.reducer.plan, plan_input(config, world, source))
     chosen = Chosen(plan, Profile(setup, 0.0), "default")
     if not _has_choice(config, parts, world):
         return chosen

@@ -20,11 +20,11 @@ from lockstep.comm.world import Membership, World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import check_root, hash_labels
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
-from lockstep.engine.build import Progress, Sources, build_parts, open_sources
+from lockstep.engine.build import Progress, Sources, open_sources
 from lockstep.engine.listener import Heard, OnEvent
 from lockstep.engine.number_format import settle_format
 from lockstep.engine.owner import own_folder
-from lockstep.engine.pass_size import settle_pass
+from lockstep.engine.reuse import Kept
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.starting import has_finished, list_changes, phrase_finished, settle_like
@@ -56,11 +56,12 @@ def run_rank(
     brought: Brought = NOTHING,
     on_event: OnEvent | None = None,
     is_guest: bool = False,
+    kept: Kept | None = None,
 ) -> Outcome:
     """Train as one rank of the world; rank 0's word on the run's `folder` counts.
 
     A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A
-    guest in somebody's program never ends the process.
+    guest in somebody's program never ends the process. `kept` is what the process's runs before this one have left.
     """
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
@@ -80,9 +81,9 @@ def run_rank(
         if world.is_first and not resume:
             prepare_folder(folder)
             write_config(folder, config)
-        sources = share_sources(config, world, progress, brought)
-        parts = build_parts(config, world, sources, brought)
-        settled, parts, size_said = settle_pass(config, parts, world)
+        kept = kept or Kept()
+        sources = kept.open_sources(config.data, partial(share_sources, config, world, progress, brought))
+        settled, parts, size_said = kept.build_parts(config, world, sources, brought)
         if world.is_first and not resume and settled != config:
             write_config(folder, settled)
         config = settled
@@ -96,7 +97,7 @@ def run_rank(
             for note in notes:
                 sink.emit(Notice(level="info", text=note))
             explain = partial(explain_failures, world)
-            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain)
+            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept)
             if resume:
                 is_finished = bool(world.broadcast_value(world.is_first and has_finished(folder)))
                 if not trainer.resume(is_finished, may_be_finished):

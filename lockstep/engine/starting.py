@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.config import KEYS, SECTIONS, RunConfig, show
+from lockstep.config import KEYS, SECTIONS, RunConfig
 from lockstep.errors import LockstepError
 from lockstep.events import LOG_NAME, RunStarted, decode, list_full_parts
 from lockstep.files import read_small
+from lockstep.recipe_values import show
 from lockstep.recipes.read import is_packaged, load_recipe
 from lockstep.restarts import count_restarts
 

@@ -32,7 +32,7 @@ from lockstep.engine.state_files import (
     share_rows,
 )
 from lockstep.engine.statistics import averaged_statistics, list_passing, list_statistics
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import Diverged, LockstepError, SharedError
 from lockstep.optim.storage import fill_constants
 
 
@@ -125,7 +125,7 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
     if not world.sum(torch.tensor([int(bool(found))])).item():
         return
     good = next(iter(list_checkpoints(folder)), None)
-    raise SharedError(
+    raise Diverged(
         f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was "
         "written; lower optim.lr or lengthen optim.warmup, and "
         + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")

@@ -65,6 +65,7 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, a
             reducer.arm()
         loss.backward(scale.factor if scale else None)
         parts.clock.cut("backward")
+        reducer.end_pass()
 
 
 def update_weights(parts: Parts) -> None:

@@ -20,7 +20,7 @@ from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.account import Account, forget_peak, read_peak
-from lockstep.engine.apply import Step, apply_plan
+from lockstep.engine.apply import Step
 from lockstep.engine.averaged import describe_evaluation, evaluate_both
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
 from lockstep.engine.drift import find_drift, note_weights
@@ -30,14 +30,15 @@ from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
 from lockstep.engine.mistakes import Mistakes
 from lockstep.engine.opening import describe_chosen, describe_start, predict_run
-from lockstep.engine.planning import Chosen, choose_plan
+from lockstep.engine.planning import Chosen
 from lockstep.engine.resume import list_evaluated, take_up
+from lockstep.engine.reuse import Kept
 from lockstep.engine.setup import default_plan_folder
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.state import State, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import Diverged, LockstepError, SharedError
 from lockstep.events import (
     CheckpointSaved,
     EpochDone,
@@ -89,6 +90,7 @@ class Trainer:
         sink: Sink,
         stop: StopRequest,
         explain: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        kept: Kept | None = None,
     ) -> None:
         self.config = config
         self.name = name
@@ -98,6 +100,7 @@ class Trainer:
         self.folder = folder
         self.sink = sink
         self.stop = stop
+        self.kept = kept or Kept()
         self.explain = explain  # a context that turns what the engines below raise into a sentence
         self.steps_per_epoch, self.total_steps = count_steps(config, sources.train.num_samples)
         self.state = State()
@@ -148,9 +151,9 @@ class Trainer:
         step = self._apply(chosen)
         with (
             build_train_pipeline(
-                self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input
+                self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input, self.kept.shelf
             ) as pipeline,
-            build_eval_pipeline(self.config, self.world, self.sources.val) as self.evaluation,
+            build_eval_pipeline(self.config, self.world, self.sources.val, self.kept.shelf) as self.evaluation,
         ):
             self.account.note_startup(time.time() - start)
             forget_peak(self.world.device)
@@ -165,10 +168,13 @@ class Trainer:
         """How steps are taken; the run remembers, so that it adds in the same order when it goes on."""
         num_steps = self.total_steps - self.state.step
         places = [self.folder, default_plan_folder()]
-        chosen = choose_plan(self.config, self.parts, self.world, places, num_steps=num_steps)
+        train = self.sources.train
+        chosen = self.kept.choose_plan(
+            self.config, self.parts, self.world, places, num_steps, train, is_resumed=self.state.step > 0
+        )
         self._emit(describe_chosen(chosen, self.world))
         if self.world.is_first:  # nobody else is asked
-            samples, start = self.sources.train.num_samples, self.state.step
+            samples, start = train.num_samples, self.state.step
             if predicted := predict_run(self.config, chosen, self.parts, self.world, samples, start):
                 self._emit(predicted)
         return chosen
@@ -184,12 +190,7 @@ class Trainer:
 
     def _apply(self, chosen: Chosen) -> Step:
         start, stop = share(self.config.train.global_batch, self.world.rank, self.world.size)
-        execution, reduction, global_batch = (
-            chosen.plan.execution,
-            chosen.plan.reduction,
-            self.config.train.global_batch,
-        )
-        return apply_plan(execution, reduction, self.parts, stop - start, global_batch, self._warn, chosen.recording)
+        return self.kept.apply_plan(chosen, self.parts, stop - start, self.config.train.global_batch, self._warn)
 
     def _warn(self, text: str) -> None:
         """Say it on any rank; the display belongs to rank 0."""
@@ -313,7 +314,7 @@ class Trainer:
         num_good = window.steps - num_skipped
         loss = tally[LOSS] / num_good if num_good else math.nan
         if num_good and not math.isfinite(loss):
-            raise SharedError(
+            raise Diverged(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
                 "lengthen optim.warmup."
             )
@@ -347,7 +348,7 @@ class Trainer:
             return None
         diagnosis = self.doctor.examine()
         if diagnosis.is_stalled:
-            raise SharedError(diagnosis.text)
+            raise Diverged(diagnosis.text)
         if diagnosis.text:
             self._emit(Notice(level="warning" if diagnosis.is_at_floor else "info", text=diagnosis.text))
         return diagnosis

@@ -85,8 +85,9 @@ class FlatUpdate:
         self._num_tiles = len(tiles)
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
         self._slots = torch.tensor(slots, dtype=torch.int32, device=device)
-        decays = [weight_decay if slot.decay else 0.0 for slot in layout.slots]
-        self._decays = torch.tensor(decays, device=device)
+        self._is_decayed = torch.tensor([float(slot.decay) for slot in layout.slots], device=device)
+        self._decays = torch.empty_like(self._is_decayed)
+        self.decay_by(weight_decay)
         factors = [slot.rate for slot in layout.slots]
         self._is_layered = any(factor != 1.0 for factor in factors)
         self._factors = torch.tensor(factors, device=device)
@@ -95,6 +96,10 @@ class FlatUpdate:
         self._is_bad = torch.zeros(self._num_slots, dtype=torch.int32, device=device)
         self._control = torch.zeros(NUM_CONTROLS, device=device)
         self._is_scaled = False  # whether the last step had a loss scale
+
+    def decay_by(self, weight_decay: float) -> None:
+        """Use this weight decay from now on; in place, because a recorded step has its address."""
+        torch.mul(self._is_decayed, weight_decay, out=self._decays)
 
     def step(
         self,

@@ -15,17 +15,31 @@ from lockstep.errors import LockstepError
 from lockstep.named import describe, phrase_error
 
 SummedLoss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the sum over the samples
+# Labels are N whole numbers, or N × 3 FP32 where samples are mixed: label, the other's label, the share of the first.
+
+
+def split_mixed(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The labels of mixed samples, those of the others in them, and the shares of the first."""
+    first, other, share = labels.unbind(1)
+    return first.long(), other.long(), share
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """The cross-entropy summed over the batch, in FP32 whatever the logits' precision."""
+    if labels.dim() == 2:
+        first, other, share = split_mixed(labels)
+        log_p = functional.log_softmax(logits.float(), dim=1)
+        own, others = (log_p.gather(1, label[:, None])[:, 0] for label in (first, other))
+        likely = (1 - label_smoothing) * (share * own + (1 - share) * others) + label_smoothing * log_p.mean(dim=1)
+        return -likely.sum()
     return functional.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=label_smoothing)
 
 
 class OwnLoss:
     """A user's loss: (FP32 logits, labels) → one value a sample, or their mean; here it becomes a sum.
 
-    A class is called once, without arguments, for the loss itself. A module is copied to the device.
+    Where samples are mixed it is asked twice, for either label, and must give one value a sample: each counts by the
+    label's share. A class is called once, without arguments, for the loss itself. A module is copied to the device.
     """
 
     def __init__(self, loss: Any, device: torch.device) -> None:
@@ -45,6 +59,25 @@ class OwnLoss:
         count = len(labels)
         if not count:  # of which a mean would be no number
             return logits.float().sum()
+        if labels.dim() == 2:
+            first, other, share = split_mixed(labels)
+            return (share * self._ask_each(logits, first) + (1 - share) * self._ask_each(logits, other)).sum()
+        value = self._ask(logits, labels)
+        return value.sum() if value.dim() else value * count
+
+    def _ask_each(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """One value for each sample."""
+        value = self._ask(logits, labels)
+        if not value.dim():
+            raise self._refuse(
+                "gave the mean over its samples, and augment.mixup and augment.cutmix weigh each sample by itself; "
+                "return one value for each, or set both to 0"
+            )
+        return value
+
+    def _ask(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What the user's code gives, if it is one value for each sample or their mean."""
+        count = len(labels)
         try:
             value = self._loss(logits.float(), labels)
         except LockstepError:
@@ -58,8 +91,7 @@ class OwnLoss:
             raise self._refuse(f"gave {got} for {count} samples; return one value for each, or their mean")
         if torch.is_grad_enabled() and not value.requires_grad:
             raise self._refuse("gave a value without a gradient; compute it from the logits, by torch's operations")
-        value = value.float()
-        return value.sum() if value.dim() else value * count
+        return value.float()
 
     def _refuse(self, problem: str) -> LockstepError:
         return LockstepError(f"The loss {self._name} {problem}.")
@@ -67,7 +99,13 @@ class OwnLoss:
 
 @torch.no_grad()
 def count_correct(logits: Tensor, labels: Tensor, k: tuple[int, ...] = (1, 5)) -> Tensor:
-    """For each k, how many labels are among the k highest logits (int64); a tie goes to the lower class number."""
+    """For each k, how many labels are among the k highest logits (int64); a tie goes to the lower class number.
+
+    Of a mixed sample the label with the larger share counts.
+    """
+    if labels.dim() == 2:
+        first, other, share = split_mixed(labels)
+        labels = torch.where(share >= 0.5, first, other)
     # Counting the classes behind the label, rather than sorting, resolves ties alike on every device and puts a label
     # whose logit is NaN last: a diverged network is never right by accident.
     label = labels.unsqueeze(1)

@@ -90,6 +90,8 @@ class Segments:
 class Rule(ABC):
     """An update rule and its state."""
 
+    weight_decay: float
+
     def __init__(
         self,
         layout: Layout,
@@ -148,6 +150,17 @@ class Rule(ABC):
             self._update_if_finite(weights, slots, lr, scale)
         if half_weights is not None and half_weights.numel():
             half_weights.copy_(weights[: self.layout.split])
+
+    def begin_anew(self, weight_decay: float) -> None:
+        """Serve another run, whose decay may be another: the one number of a rule that kernels read from the device.
+
+        What `state` and `count` hold is for the caller to put right.
+        """
+        self.weight_decay = weight_decay
+        self.measures = False
+        self._seen = self._trust = None
+        if self._kernels:
+            self._kernels.decay_by(weight_decay)
 
     @abstractmethod
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:

@@ -15,9 +15,9 @@ import tomli_w
 
 from lockstep.comm.cost import GROUPED, Choice
 from lockstep.comm.fusion import Buffer, ReductionPlan
-from lockstep.config import show
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout
+from lockstep.recipe_values import show
 
 Kernels = Literal["own", "torch"]
 Compile = Literal["off", "whole", "stage", "block"]

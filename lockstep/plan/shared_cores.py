@@ -1,10 +1,12 @@
 """Ranks that are processes on shared cores: what becomes of a step's costs there (between profile and `graph.py`).
 
-N ranks of one thread on C cores compute N / C times as long as one whose neighbours are at work, for N above C. All-
-reduces work on the same cores: one that is measured on all ranks, with nothing else going on, has what it takes of
-them in it already. Under the backward pass it is another matter. While both run, a message has at most half of the
-cores, as a scheduler gives to each of two that want all of them, and the backward pass has what is left. What a
-message waits for its link costs nobody anything.
+N ranks of one thread on C cores compute N / C times as long as one whose neighbours are at work, for N above C, and
+somewhat longer: who takes turns on a core finds its caches full of others' numbers. All wait for the slowest, whom the
+scheduler served last. Both are known from one rank that was watched among others (`Crowd`). All-reduces work on the
+same cores: one that is measured on all ranks, with nothing else going on, has what it takes of them in it already.
+Under the backward pass it is another matter. While both run, a message has at most half of the cores, as a scheduler
+gives to each of two that want all of them, and the backward pass has what is left. What a message waits for its link
+costs nobody anything.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.plan.collectives import Phase
 from lockstep.plan.device import BatchTime
-from lockstep.plan.graph import StepCosts
+from lockstep.plan.graph import StepCosts, expect_slowest
 
 FAIR = 0.5  # of the cores, for a message among ranks that would compute on all of them
 
@@ -27,16 +29,28 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """What becomes of a rank's computing among others."""
+
+    loss: float = 0.0  # by taking turns on a core, beyond the turns: a share of its time
+    jitter: float = 0.0  # from step to step, where every core has one at work: a share of its time
+    turn_jitter: float = 0.0  # the same where they take turns
+
+
+@dataclass(frozen=True)
 class Cores:
     """So many ranks on so many cores."""
 
     num_ranks: int
     num_cores: int
+    crowd: Crowd = Crowd()
 
     @property
     def stretch(self) -> float:
-        """How much longer computing takes than alone on a core."""
-        return max(1.0, self.num_ranks / self.num_cores)
+        """How much longer computing takes than alone on a core, up to the end of the slowest rank."""
+        turns, crowd = max(1.0, self.num_ranks / self.num_cores), self.crowd
+        jitter = crowd.turn_jitter if turns > 1 else crowd.jitter
+        return turns * (1.0 + (crowd.loss if turns > 1 else 0.0)) * (1.0 + expect_slowest(self.num_ranks, jitter))
 
     @property
     def idle_share(self) -> float:

@@ -6,7 +6,8 @@ import shlex
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, ImageSize, RunConfig, Section, show
+from lockstep.config import KEYS, SECTIONS, ImageSize, RunConfig, Section
+from lockstep.recipe_values import LONGEST_SHOWN, show
 
 QUOTE = '"'
 # How each kind of pydantic error completes "KEY = VALUE must be …".
@@ -76,6 +77,11 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.crop_area = [0.08, 1.0]": ("scale", "rrc_scale", "crop_scale"),
     "data.crop_ratio = [0.75, 1.33]": ("ratio", "rrc_ratio"),
     "data.flip = true": ("hflip", "horizontal_flip", "random_flip", "fliplr"),
+    "augment.pad = 4": ("padding", "crop_padding", "random_crop_padding", "translate"),
+    'augment.policy = "trivial"': ("auto_augment", "aa", "ta_wide", "trivial_augment", "randaugment", "rand_augment"),
+    "augment.erase = 0.25": ("reprob", "random_erase", "random_erasing", "erasing"),
+    "augment.mixup = 0.2": ("mixup_alpha",),
+    "augment.cutmix = 1.0": ("cutmix_alpha",),
     'precision.compute = "bf16"': (
         "amp", "use_amp", "amp_dtype", "mixed_precision", "autocast", "fp16", "bf16", "half", "dtype", "precision",
     ),

@@ -1,6 +1,7 @@
 """A recipe's name, file or run folder → the configuration tree (step 0 on the walk). Torch-free."""
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from lockstep.config import KEYS, LONGEST_SHOWN, SECTIONS, RunConfig, Section
+from lockstep.config import KEYS, SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
 from lockstep.files import read_small
+from lockstep.named import describe
+from lockstep.recipe_values import LONGEST_SHOWN
 from lockstep.recipes.complaints import describe_invalid, describe_unknown
 
 MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
@@ -28,12 +31,7 @@ class RecipeInfo(NamedTuple):
 def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """Read a packaged recipe, a TOML file or a run folder, with `section.key=value` overrides: (run name, tree)."""
     name, where, text = _find(name_or_path)
-    try:
-        raw = tomllib.loads(text)
-    except RecursionError:
-        raise LockstepError(f"{where} is nested too deeply; give a recipe of plain tables.") from None
-    except ValueError as error:  # no TOML, or an integer of thousands of digits
-        raise LockstepError(f"{where} is not valid TOML: {str(error).rstrip('.')}.") from None
+    raw = read_toml(text, where)
     if overrides:
         raw, where = apply_overrides(raw, overrides), f"{where} with --set"
     try:
@@ -41,6 +39,16 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> tuple[str, 
         return name, RunConfig.model_validate({"optim": {}, "train": {}, **raw})
     except ValidationError as error:
         raise LockstepError(describe_invalid(error, where)) from None
+
+
+def read_toml(text: str, where: str) -> dict[str, Any]:
+    """The tables of a TOML text; what is none is a sentence."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise LockstepError(f"{where} is nested too deeply; give plain tables.") from None
+    except ValueError as error:  # no TOML, or an integer of thousands of digits
+        raise LockstepError(f"{where} is not valid TOML: {str(error).rstrip('.')}.") from None
 
 
 def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -93,6 +101,22 @@ def _drop_idle(model: type[Section], table: dict[str, Any], given: set[str]) -> 
     return {key: value for key, value in table.items() if not is_idle(key)}
 
 
+def write_setting(key: str, value: Any) -> str:
+    """A setting as an override, `section.key=value`."""
+    return f"{key}={_write_value(key, value)}"
+
+
+def _write_value(key: str, value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name} = {_write_value(key, item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_write_value(key, item) for item in value) + "]"
+    if value is None or callable(value):
+        raise LockstepError(f"{key} = {describe(value)} is no setting; give text, a number, true or false, or a list.")
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
 def list_recipes() -> list[RecipeInfo]:
     """The packaged recipes by name, each with the first sentence of its opening comment."""
     return [RecipeInfo(name, _first_sentence(recipe_text(name))) for name in _recipe_names()]
@@ -110,7 +134,11 @@ def is_packaged(name: str) -> bool:
 
 def copy_recipe(name: str, path: str | Path) -> None:
     """Write a recipe to a new file, to be edited there."""
-    text = recipe_text(name)
+    write_recipe(recipe_text(name), path)
+
+
+def write_recipe(text: str, path: str | Path) -> None:
+    """Write a recipe's text to a new file; one that is there stays."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)

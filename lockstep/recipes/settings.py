@@ -12,8 +12,9 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from lockstep.config import LARGEST, SECTIONS, Duration, RunConfig, Section, show
+from lockstep.config import SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
+from lockstep.recipe_values import LARGEST, Duration, show
 from lockstep.recipes.complaints import describe_unknown, find_elsewhere
 from lockstep.recipes.read import list_recipes, recipe_text
 

@@ -38,6 +38,7 @@ from lockstep.report.phrases import (
     percent,
 )
 from lockstep.report.time_left import TimeLeft
+from lockstep.report.useful_batch import find_useful_batch
 from lockstep.report.verdict import Verdict
 
 # Seconds between two plain lines on steps or preparation, so that a log stays readable.
@@ -67,6 +68,7 @@ class Display:
         self.start: RunStarted | None = None
         self.time_left: TimeLeft | None = None
         self.step: StepDone | None = None
+        self.measured: list[StepDone] = []  # those that know a noise scale
         self.evaluated: Evaluated | None = None
         self.verdict = Verdict()
         self._compared: list[Event] = []  # what a prediction is compared with, of this part of the run
@@ -80,6 +82,8 @@ class Display:
             self.evaluated = event
         if isinstance(event, StepDone):
             self.step = event
+            if event.noise_scale is not None:
+                self.measured.append(event)
         if self.time_left:
             self.time_left.emit(event)
         self.verdict.emit(event)
@@ -95,7 +99,12 @@ class Display:
         return look_back(self._compared)
 
     def describe_end(self, ended: RunEnded) -> list[tuple[str, str]]:
-        return describe_result(ended, self.start, self.evaluated, self.folder, self.go_on)
+        useful = find_useful_batch(self.measured)
+        return describe_result(ended, self.start, self.evaluated, self.folder, self.go_on, useful)
+
+    def describe_state(self, step: StepDone) -> list[str]:
+        """How training does, with the last that is known of what is not in every record."""
+        return describe_state(step, self.evaluated, self.measured[-1].noise_scale if self.measured else None)
 
     def show_line(self, line: str, event: Event) -> None:
         raise NotImplementedError
@@ -124,7 +133,7 @@ class PlainDisplay(Display):
         if not isinstance(event, StepDone) or not self.start or not self.time_left or event.time_s < self._next_line_s:
             return
         self._next_line_s = event.time_s + PLAIN_INTERVAL_S
-        fields = [*describe_place(event, self.start), *describe_state(event, self.evaluated)]
+        fields = [*describe_place(event, self.start), *self.describe_state(event)]
         print_plain(self.console, "  ".join([*fields, f"{clock(self.time_left.seconds())} left"]))
         self._show_verdict(event)
 
@@ -188,7 +197,7 @@ class LiveDisplay(Display):
         return Group(
             Text(fit([self.start.recipe, *describe_place(self.step, self.start)], self.console.width), style="bold"),
             bar,
-            Text(fit(describe_state(self.step, self.evaluated), self.console.width)),
+            Text(fit(self.describe_state(self.step), self.console.width)),
             *([Text(sentence, style="dim")] if (sentence := self.verdict.sentence()) else []),
         )
 

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.config import LONGEST_SHOWN, USUAL_PASS, Duration
+from lockstep.config import USUAL_PASS
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Event, RunEnded, RunStarted, StepDone
 from lockstep.files import write_whole
+from lockstep.recipe_values import LONGEST_SHOWN, Duration
 from lockstep.report.summary import split_parts
 
 TARGET = 0.759  # top-1 of a ResNet-50 on ImageNet's thousand classes

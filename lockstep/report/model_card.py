@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lockstep.config import RESNETS, RunConfig, show, to_toml
+from lockstep.config import RESNETS, RunConfig, to_toml
 from lockstep.events import Evaluated, Event, RunStarted
+from lockstep.recipe_values import show
 from lockstep.report.averages import see_average
 from lockstep.report.history import History
 from lockstep.report.page.charts import tell_time

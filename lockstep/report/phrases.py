@@ -20,6 +20,7 @@ from lockstep.events import (
 from lockstep.plan.choose import MARGIN
 from lockstep.plan.hindsight import Hindsight
 from lockstep.report.averages import see_average
+from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
 
 
 def percent(share: float) -> str:
@@ -146,8 +147,8 @@ def describe_place(step: StepDone, start: RunStarted) -> list[str]:
     return [f"epoch {step.epoch:.1f}/{epochs:.4g}", f"step {step.step:,}/{start.steps_total:,}"]
 
 
-def describe_state(step: StepDone, evaluated: Evaluated | None) -> list[str]:
-    """How training does."""
+def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: float | None = None) -> list[str]:
+    """How training does; the noise scale is the last known one."""
     return [
         f"loss {step.loss:.3f}",
         f"train {percent(step.top1)}",
@@ -155,11 +156,17 @@ def describe_state(step: StepDone, evaluated: Evaluated | None) -> list[str]:
         *([f"averaged {percent(evaluated.average_top1)}"] if evaluated and evaluated.average_top1 is not None else []),
         f"lr {step.lr:.3g}",
         f"{count(step.images_per_second)} images/s",
+        *([f"noise scale {count(noise_scale)}"] if noise_scale is not None else []),
     ]
 
 
 def describe_result(
-    ended: RunEnded, start: RunStarted | None, evaluated: Evaluated | None, folder: Path, go_on: str
+    ended: RunEnded,
+    start: RunStarted | None,
+    evaluated: Evaluated | None,
+    folder: Path,
+    go_on: str,
+    useful: UsefulBatch | None = None,
 ) -> list[tuple[str, str]]:
     """The closing table: label and value; of a run that was resumed, `start` is that of its last part."""
     before = start.start_step if start else 0
@@ -182,6 +189,8 @@ def describe_result(
         rows.append(("S  one rank alone", f"{count(ended.speed_one_rank)} images/s"))
         rows.append(("N  ranks", str(ended.world_size)))
         rows.append(("e  efficiency", percent(ended.efficiency)))
+    if useful and not has_failed:
+        rows.append(("useful batch", describe_useful_batch(useful)))
     rows.append(("run folder", str(folder)))
     if (folder / "report.html").is_file():
         rows.append(("report", str(folder / "report.html")))

@@ -12,10 +12,14 @@ from lockstep.restarts import can_restart
 
 
 class RunSink:
-    """Every record goes to the run's log, then to viewers and display; its end leaves a summary and a page."""
+    """Every record goes to the run's log, then to viewers and display; its end leaves a summary and a page.
 
-    def __init__(self, folder: Path, display: Sink, viewers: Sequence[Behind] = ()) -> None:
+    One of hundreds of runs leaves no page: `lockstep report` draws it for who wants to see it.
+    """
+
+    def __init__(self, folder: Path, display: Sink, viewers: Sequence[Behind] = (), *, draws: bool = True) -> None:
         self._folder = folder
+        self._draws = draws
         self._display = display
         self._viewers = viewers
         self._log = EventLog(folder / LOG_NAME, warn=display.emit)
@@ -24,7 +28,7 @@ class RunSink:
         self._log.emit(event)
         if isinstance(event, RunEnded):
             # Ranks that are about to start again have no time to draw.
-            if event.status != "failed" or not can_restart(os.environ):
+            if self._draws and (event.status != "failed" or not can_restart(os.environ)):
                 self._report()
             self._summarize()  # last: whoever finds it finds all the rest
         for viewer in self._viewers:

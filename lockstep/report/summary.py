@@ -7,6 +7,7 @@ so is what was predicted and measured.
 
 import json
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.events import EpochDone, Evaluated, Event, Notice, RunEnded, RunSt
 from lockstep.files import write_whole
 from lockstep.plan.hindsight import look_back, to_table
 from lockstep.report.averages import see_average
+from lockstep.report.useful_batch import find_useful_batch
 
 
 def summarize(events: Iterable[Event]) -> dict[str, Any]:
@@ -37,8 +39,10 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         "wall_s": sum(map(measure_wall_s, parts)),
         "resumed": len(parts) - 1,
         **_samples(parts),
+        "noise_scale": scale._asdict() if (scale := find_useful_batch(chain(*parts))) else None,
         "prediction": to_table(told) if (told := look_back(last)) else None,
         "num_parameters": start.num_parameters,
+        "num_train": start.num_train,
         "device": start.device,
         "versions": start.versions,
     }

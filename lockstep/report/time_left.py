@@ -1,7 +1,7 @@
 """How long a run still takes, from its records: the steps, evaluations and checkpoints that are left."""
 
-from lockstep.config import Duration
 from lockstep.events import CheckpointSaved, Evaluated, Event, RunStarted, StepDone
+from lockstep.recipe_values import Duration
 
 # Weight of the newest record in the running mean of the step time: follows a change within a few records.
 NEWEST = 0.3

@@ -78,6 +78,8 @@ def test_the_machine_counts_its_work() -> None:
 
 def test_a_real_cluster_of_two_ranks_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forecast_check, "PROFILES", 1)
+    monkeypatch.setattr(forecast_check, "WATCHED_S", 0.1)
+    monkeypatch.setattr(forecast_check, "count_cores", lambda: 1)  # for less company
     settings = [Setting(1024.0, "hierarchical/2", False), Setting(0.125, "hierarchical/2", True)]
     monkeypatch.setattr(forecast_check, "list_settings", lambda nodes, ranks: settings)
     file, stream = tmp_path / "rows.json", io.StringIO()

@@ -8,7 +8,7 @@ import torch
 
 from lockstep.data import workshop
 from lockstep.data.reader import SampleReader
-from lockstep.data.resident import Resident, estimate_bytes
+from lockstep.data.resident import Resident, Shelf, estimate_bytes
 from lockstep.data.workshop import build_resident
 from lockstep.errors import LockstepError
 from tests.data.pictures import Pictures, encode, odd_photos, photos, picture
@@ -92,3 +92,30 @@ def test_the_estimate_is_the_decoded_size_and_bad_files_do_no_harm() -> None:
     images = [encode(picture(40, 50)), b"", encode(picture(40, 50)), encode(picture(40, 50))]
     assert estimate_bytes(Pictures(images)) == 4 * 3 * 40 * 50
     assert estimate_bytes(Pictures([b""])) == 0
+
+
+@pytest.mark.usefixtures("roomy")
+def test_images_on_a_shelf_serve_the_pipelines_of_later_runs() -> None:
+    source, shelf = photos(20), Shelf()
+    options = WHOLE | {"shelf": shelf, "resident": "on", "threads": 1, "prefetch_batches": 1}
+    first = take(4, train_pipeline(source, **options))
+    source.num_reads = 0
+    again = take(4, train_pipeline(source, **options))
+    assert source.num_reads == 0
+    assert all(map(same, first, again))
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_shelf_keeps_what_is_asked_for_and_by_whom_it_was_decoded() -> None:
+    one, other, shelf = photos(3), photos(3), Shelf()
+    kept = {
+        (source, way): shelf.take(source, way, lambda: Resident(3, 100))
+        for source in (one, other)
+        for way in ("cpu", "both")
+    }
+    assert len(set(map(id, kept.values()))) == 4
+    assert shelf.take(one, "cpu", lambda: None) is kept[one, "cpu"]
+    shelf.keep_only(other)
+    assert shelf.take(one, "cpu", lambda: None) is None
+    assert shelf.take(one, "cpu", lambda: Resident(3, 100)) is None  # a decision against it stays, too
+    assert shelf.take(other, "both", lambda: None) is kept[other, "both"]

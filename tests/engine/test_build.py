@@ -6,6 +6,7 @@ import torch
 from lockstep.comm.world import World
 from lockstep.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.engine import build
+from tests.data.pictures import Pictures, encode, picture
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,28 @@ def test_decode_threads_leave_room_for_those_that_drive_a_gpu(
     )
     world = World(0, 1, 0, 1, torch.device(device), cores)
     assert build.count_decode_threads(config, world, decoder) == threads  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted", "decoder", "threads"),
+    [
+        (("PNG",), "auto", "cpu", 14),
+        (("PNG", "PNG", "JPEG"), "auto", "cpu", 14),
+        (("JPEG",), "auto", "both", 4),
+        (("JPEG", "JPEG", "PNG"), "auto", "both", 4),
+        (("PNG",), "both", "both", 4),
+    ],
+)
+def test_all_cores_decode_what_nvjpeg_cannot(
+    kinds: tuple[str, ...], wanted: str, decoder: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "choose_decoder", lambda asked, device: "both" if asked == "auto" else asked)
+    config = RunConfig(
+        data=DataConfig(decoder=wanted),  # type: ignore[arg-type]
+        optim=OptimConfig(name="sgd", lr=0.1),
+        train=TrainConfig(global_batch=8, duration="1ep"),  # type: ignore[arg-type]
+    )
+    world = World(0, 1, 0, 1, torch.device("cuda"), 16)
+    images = [encode(picture(16, 16, seed), kinds[seed % len(kinds)]) for seed in range(12)]
+    plan = build.plan_input(config, world, Pictures(images))  # type: ignore[arg-type]
+    assert (plan.decoder, plan.threads) == (decoder, threads)

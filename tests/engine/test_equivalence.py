@@ -35,9 +35,17 @@ RULES = {
 }
 # Gradients here have a norm of about 0.3.
 CLIPPED = {f"{name}, clipped": [*RULES[name], "optim.clip_norm=0.1"] for name in ("lars", "adamw")}
+# Every change of a sample; a pair of mixed samples is cut by most shares.
+AUGMENTED = {
+    "augmented": [
+        *RULES["sgd"], "augment.pad=3", "augment.policy=trivial", "augment.erase=0.5", "augment.mixup=0.4",
+        "augment.cutmix=1", "optim.label_smoothing=0.1",
+    ]
+}  # fmt: skip
 CASES = {
     **RULES,
     **CLIPPED,
+    **AUGMENTED,
     "whole": [],
     "in passes": ["train.max_batch_per_rank=5"],
     "accumulated, clipped": [*CLIPPED["lars, clipped"], "train.accumulate=4"],
@@ -69,13 +77,13 @@ def train_plain(world: World, config: RunConfig) -> dict[str, Any]:
     set_number_formats(config.precision)
     sources = open_sources(config.data)
     parts = assemble(config, world, build_plain_network(), build_schedule(config, 5, 10))
-    seen: dict[int, tuple[int, Tensor]] = {}
+    seen: dict[int, tuple[Any, Tensor]] = {}
     losses = []
     with build_train_pipeline(config, world, sources.train, Cursor(), plan_input(config, world)) as pipeline:
         for step, batch in enumerate(pipeline):
             for sample, label, image in zip(batch.samples, batch.labels, batch.images, strict=True):
                 assert int(sample) not in seen, "an epoch saw a sample twice"
-                seen[int(sample)] = (int(label), image.cpu())
+                seen[int(sample)] = (label.tolist(), image.cpu())
             losses.append(train_step(parts, batch, parts.schedule.lr_at(step))[LOSS].item())
             if batch.cursor.epoch > 0:
                 break
@@ -122,7 +130,7 @@ def check_samples(results: Results, alone: dict[str, Any]) -> None:
         assert torch.equal(image, alone["seen"][sample][1]), "the crop of a sample depends on the rank count"
 
 
-@pytest.mark.parametrize("optim", [*RULES, *CLIPPED])
+@pytest.mark.parametrize("optim", [*RULES, *CLIPPED, *AUGMENTED])
 def test_any_number_of_ranks_gives_the_same_weights_and_sees_the_same_samples(
     train: Train, backend: Backend, optim: str
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lockstep.config import Duration, to_toml
+from lockstep.config import to_toml
 from lockstep.engine import checkpoint
 from lockstep.engine.build import build_network
 from lockstep.engine.checkpoint import list_checkpoints, read_checkpoint, save_checkpoint
@@ -20,6 +20,7 @@ from lockstep.engine.inference import Prediction, choose_device, load_run, predi
 from lockstep.engine.run import run_rank
 from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
+from lockstep.recipe_values import Duration
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import STRANGE
 

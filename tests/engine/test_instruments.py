@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.reducer import Landing
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor
 from lockstep.engine.build import build_parts, build_train_pipeline, open_sources, plan_input
 from lockstep.engine.instruments import Cadence, Instruments
+from lockstep.engine.noise import NoiseScale
 from lockstep.engine.step import run_passes, set_knobs
 from lockstep.engine.trainer import StopRequest, Trainer
 from lockstep.events import (
@@ -68,7 +70,7 @@ def pick(lines: list[str], kind: type[Event]) -> list[Any]:
     ("size", "settings"),
     [
         (1, []),
-        (1, ["precision.compute=fp16"]),
+        (1, ["precision.compute=fp16", "train.accumulate=2"]),
         (1, ["optim.name=adamw", "optim.lr=0.001", "optim.clip_norm=0.5"]),
         (2, []),
         (2, ["comm.buffer_mb=0.1", "comm.algorithm=flat"]),
@@ -169,6 +171,45 @@ def own_squares(world: World, images: Path, settings: list[str]) -> tuple[float,
 def test_squares_are_those_of_the_rank_alone(images: Path, settings: list[str]) -> None:
     for found, expected in run_ranks(own_squares, 2, images, settings):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("landing", "settings"),
+    [("stays", []), ("at once", []), ("by buffer", []), ("at once", ["precision.compute=fp16"])],
+)
+def test_the_first_pass_of_one_rank_is_kept(images: Path, landing: Landing, settings: list[str]) -> None:
+    config = tiny_config(images, "train.max_batch_per_rank=10", "train.own_kernels=off", *settings)
+    world = world_of_one()
+    sources = open_sources(config.data)
+    parts = build_parts(config, world, sources)
+    parts.reducer.landing = landing
+    with build_train_pipeline(config, world, sources.train, Cursor(), plan_input(config, world)) as pipeline:
+        batch = next(pipeline)
+    count = 28 // 3  # of 9, 9 and 10 samples
+    parameters = list(parts.model.parameters())
+    loss = parts.loss(parts.model(batch.images[:count].to(parts.dtype)), batch.labels[:count]) / batch.global_size
+    scale = parts.loss_scale.factor if parts.loss_scale else torch.ones(())
+    alone = torch.autograd.grad(loss * scale, parameters)
+    for is_wanted in (False, True):
+        parts.reducer.measures = is_wanted
+        run_passes(parts, batch.images, batch.labels, batch.global_size)
+        parts.reducer.finish()
+        expected = sum(gradient.double().square().sum().item() for gradient in alone) if is_wanted else 0.0
+        assert parts.reducer.first_square.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_rank_in_several_passes_estimates_the_noise(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[dict[str, float]] = []
+    monkeypatch.setattr(NoiseScale, "add", lambda self, **squares: heard.append(squares))
+    lines, _ = train(
+        world_of_one(), images, tmp_path, ["train.accumulate=2", "train.duration=5st", "train.log_every=1"]
+    )
+    assert len(heard) == len(pick(lines, LayersMeasured)) > 2
+    # A step of 28 samples against its first pass of 14, and the last of an epoch, 18, against 9.
+    assert {(round(1 / squares["small_inverse"]), squares["big"]) for squares in heard} == {(14, 28), (9, 18)}
+    assert all(squares["small_square"] > squares["big_square"] > 0 for squares in heard)
 
 
 @given(st.integers(0, 5000), st.integers(1, 100_000), st.integers(1, 500))

@@ -104,6 +104,25 @@ def test_a_recorded_step_accumulates_and_clips_with_every_rule_as_a_launched_one
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["fp16", "fp32"])
+def test_every_replay_keeps_the_squares_of_its_own_first_pass(compute: str) -> None:
+    config = small_config(compute, accumulate=2)
+    with join_world(None) as world:
+        squares = []
+        for execution in (OWN, RECORDED):
+            parts = build(config, world)
+            parts.reducer.measures = True
+            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
+            found = []
+            for batch in draw_batches(config, world, 8):  # three are launched before the rest is replayed
+                step(batch, 0.0, False)
+                found.append(parts.reducer.first_square.item())
+            squares.append(found)
+    assert squares[1] == pytest.approx(squares[0], rel=0.02 if compute == "fp16" else 1e-3)
+    assert len({f"{square:.6g}" for square in squares[1]}) == 8
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("execution", [OWN, RECORDED], ids=str)
 def test_the_host_never_waits_for_the_device(execution: Execution) -> None:
     config = small_config("fp16")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.layout import ParameterSpec, plan_layout
 from lockstep.optim.lars import Lars
+from lockstep.optim.naive_lars import NaiveLars
 from tests.optim.equations import run_lars
 
 
@@ -57,3 +58,27 @@ def test_a_naive_fp16_update_stands_still_where_masters_move() -> None:
     assert (naive == 1).all()
     # Momentum makes every step ten times λ·g, where λ‖g‖ = 1e-5 ‖w‖: 0.006 in 60 steps, less the first few.
     assert 1.004 < float(half[0]) < 1.006
+
+
+def test_a_rule_that_is_naive_on_purpose_loses_what_masters_keep() -> None:
+    """Steps of a five-thousandth of a weight are below FP16's last digit: masters gather them, FP16 weights stay."""
+    moved = []
+    for kind in (Lars, NaiveLars):
+        layout = plan_layout([ParameterSpec("w", (100, 100), decay=False, adapt=True, half=True)])
+        rule, w = kind(layout, weight_decay=0.0, momentum=0.0, trust_coefficient=1.0, fused=False), torch.ones(10_000)
+        for _ in range(STEPS):
+            rule.step(w, [w - TARGET], torch.tensor(2e-4))
+        moved.append((w - 1).mean().item())
+    assert moved == [pytest.approx(STEPS * 2e-4, rel=0.01), 0.0]
+
+
+def test_a_rule_that_is_naive_on_purpose_follows_the_formulas_where_digits_suffice() -> None:
+    results = []
+    for kind in (Lars, NaiveLars):
+        layout = plan_layout([ParameterSpec("w", (8, 8), decay=True, adapt=True, half=True)])
+        rule, w = kind(layout, weight_decay=0.05, momentum=0.5, trust_coefficient=0.1, fused=False), torch.ones(64)
+        for _ in range(3):
+            rule.step(w, [w - TARGET], torch.tensor(0.5))
+        results.append(w)
+    torch.testing.assert_close(results[1], results[0], rtol=5e-3, atol=0)
+    assert torch.equal(results[1], results[1].half().float())

@@ -30,6 +30,53 @@ def test_the_loss_is_the_sum_over_samples(smoothing: float) -> None:
     assert found.item() == pytest.approx(reference_loss(logits, labels, smoothing), rel=1e-6)
 
 
+def draw_mixed(count: int, num_classes: int) -> tuple[Any, Any, Any]:
+    """Labels of mixed samples, N × 3, and the targets that they stand for."""
+    rng = np.random.default_rng(count)
+    first, other, share = *rng.integers(0, num_classes, (2, count)), rng.random(count).astype(np.float32)
+    targets = np.zeros((count, num_classes))
+    np.add.at(targets, (np.arange(count), first), share)
+    np.add.at(targets, (np.arange(count), other), 1 - share)
+    return np.stack([first, other, share], axis=1).astype(np.float32), targets, rng.normal(0, 3, (count, num_classes))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_of_mixed_samples_both_labels_count_by_their_shares(smoothing: float) -> None:
+    labels, targets, logits = draw_mixed(17, 10)
+    log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    expected = -(((1 - smoothing) * targets + smoothing / 10) * log_p).sum()
+    given_logits = torch.tensor(logits, dtype=torch.float32, requires_grad=True)
+    found = cross_entropy_sum(given_logits, torch.tensor(labels), smoothing)
+    assert found.item() == pytest.approx(expected, rel=1e-6)
+    (gradient,) = torch.autograd.grad(found, given_logits)
+    np.testing.assert_allclose(gradient, np.exp(log_p) - (1 - smoothing) * targets - smoothing / 10, atol=1e-5)
+    own = OwnLoss(
+        lambda x, y: functional.cross_entropy(x, y, reduction="none", label_smoothing=smoothing), torch.device("cpu")
+    )
+    assert own(given_logits, torch.tensor(labels)).item() == pytest.approx(expected, rel=1e-6)
+    assert own(given_logits[:0], torch.tensor(labels[:0])).item() == 0
+
+
+def test_unmixed_samples_in_either_form_have_one_loss() -> None:
+    logits, labels = torch.randn(9, 5, generator=torch.Generator().manual_seed(1)), torch.arange(9) % 5
+    mixed = torch.stack([labels.float(), (labels + 1) % 5, torch.ones(9)], dim=1)
+    torch.testing.assert_close(cross_entropy_sum(logits, mixed, 0.1), cross_entropy_sum(logits, labels, 0.1))
+    assert torch.equal(count_correct(logits, mixed), count_correct(logits, labels))
+
+
+def test_of_a_mixed_sample_the_larger_share_is_right() -> None:
+    logits = torch.eye(4)[[0, 0, 0, 3]]
+    labels = torch.tensor([[0, 1, 0.6], [0, 1, 0.4], [1, 0, 0.4], [3, 2, 0.5]])
+    assert count_correct(logits, labels, (1,)).tolist() == [3]
+
+
+def test_a_loss_that_gives_the_mean_cannot_weigh_mixed_samples() -> None:
+    labels, _, logits = draw_mixed(6, 5)
+    loss = OwnLoss(nn.CrossEntropyLoss(), torch.device("cpu"))
+    with pytest.raises(LockstepError, match=r"CrossEntropyLoss gave the mean .* or set both to 0\."):
+        loss(torch.tensor(logits, dtype=torch.float32, requires_grad=True), torch.tensor(labels))
+
+
 def test_shares_of_a_batch_add_up_to_its_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(10, 4, generator=generator), torch.randint(0, 4, (10,), generator=generator)

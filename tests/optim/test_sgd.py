@@ -45,3 +45,18 @@ def test_it_agrees_with_torch(problem: Any, learning_rates: list[float], nestero
     found = named_arrays(problem.run(Sgd(problem.layout, nesterov=nesterov, **SETTINGS)), problem.layout)
     for name, parameter in parameters.items():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rule_that_begins_anew_decays_by_the_new_number(
+    problem: Any, learning_rates: list[float], fused: bool
+) -> None:
+    def reference(w: Any, gradients: list[Any], spec: ParameterSpec) -> Any:
+        return run_sgd(w, gradients, learning_rates, spec, momentum=0.8, weight_decay=0.3)
+
+    rule = Sgd(problem.layout, momentum=0.8, weight_decay=0.05, fused=fused)
+    problem.run(rule)
+    for array in (*rule.state().values(), rule.count):
+        array.zero_()
+    rule.begin_anew(0.3)
+    problem.assert_follows(rule, reference)

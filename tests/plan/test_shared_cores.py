@@ -1,12 +1,14 @@
 """Ranks on shared cores: schedules worked by hand, and that no work is lost or made."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.plan.device import BatchTime
 from lockstep.plan.plan import Execution
-from lockstep.plan.shared_cores import Cores, Sum, share_cores
+from lockstep.plan.shared_cores import Cores, Crowd, Sum, share_cores
 from lockstep.plan.simulate import simulate
 
 FULL = Cores(2, 2)  # as many ranks as cores
@@ -22,6 +24,14 @@ def test_ranks_beyond_the_cores_take_turns_at_computing() -> None:
     sums = [Sum(2.0, 5.0, 1.0), Sum(6.0, 4.0, 0.2)]
     after = simulate(share_cores(build_row(), sums, Cores(6, 2), overlap=False))
     assert after.step_s == pytest.approx(3 * 10 + 5 + 4)
+
+
+def test_ranks_that_take_turns_lose_and_all_wait_for_the_slowest() -> None:
+    crowd = Crowd(loss=0.1, jitter=0.05, turn_jitter=0.2)
+    assert Cores(1, 2, crowd).stretch == 1.0
+    # The larger of two standard normal numbers is expected at 1 / sqrt(pi), of four at 1.03.
+    assert Cores(2, 2, crowd).stretch == pytest.approx(1 + 0.05 * math.pi**-0.5, abs=0.002)
+    assert Cores(4, 2, crowd).stretch == pytest.approx(2 * 1.1 * (1 + 0.2 * 1.03), abs=0.01)
 
 
 def test_a_message_that_waits_for_its_link_holds_nobody_up() -> None:

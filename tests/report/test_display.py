@@ -41,6 +41,24 @@ def show(events: list[Event], console: Console) -> str:
     return console.file.getvalue()
 
 
+def test_the_last_known_noise_scale_stays_in_the_line_and_ends_in_a_useful_batch() -> None:
+    events = [
+        started(1000),
+        replace(stepped(1, 1001), noise_scale=1234.5),
+        stepped(10, 1007),
+        replace(stepped(20, 1020), noise_scale=8765.0),
+        ended(40, 1033, wall_s=33.0),
+    ]
+    lines = show(events, Console(file=io.StringIO())).splitlines()
+    progress_lines = [line for line in lines if line.startswith("epoch ")]
+    assert [line.split("  ")[-2] for line in progress_lines] == [
+        "noise scale 1,234",
+        "noise scale 1,234",
+        "noise scale 8,765",
+    ]
+    assert "useful batch       about 5,000, at the end 8,800  (gradient noise scale)" in lines
+
+
 def terminal(width: int = 80, color: bool = False) -> Console:
     return Console(
         file=io.StringIO(), force_terminal=True, width=width, height=24, no_color=not color, _environ={"TERM": "xterm"}

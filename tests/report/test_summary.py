@@ -35,6 +35,13 @@ def test_a_finished_run_in_numbers() -> None:
     assert (summary["ledger"], summary["ledger_ok"], summary["bad_samples"]) == ("0003", True, 2)
 
 
+def test_the_noise_scale_is_the_middle_of_all_that_were_measured_and_the_last() -> None:
+    assert summarize(FINISHED)["noise_scale"] is None
+    steps = [replace(stepped(step, 1000 + step), noise_scale=scale) for step, scale in ((1, 900.0), (2, None))]
+    resumed = [started(1010, start_step=2), *(replace(stepped(n, 1010 + n), noise_scale=100.0 * n) for n in (3, 4))]
+    assert summarize([started(1000), *steps, *resumed])["noise_scale"] == {"middle": 400.0, "last": 400.0}
+
+
 def test_samples_left_out_of_validation_are_counted_too() -> None:
     events = [started(), epoch_done(0, 1005, bad_samples=2), replace(evaluated(10, 1007, top1=0.6), bad_samples=1)]
     summary = summarize(events)

@@ -133,11 +133,15 @@ def draw_noise_scale(history: History) -> Chart | None:
     if batch:
         ends = [told[0][0], told[-1][0]]
         traces.append(draw_curve("global batch", ends, [batch, batch], "--orange", dash="dash"))
+    useful = history.summary["noise_scale"]
+    if useful is None:
+        return None
     beside = f"; the global batch is {batch:,.0f}" if batch else ""
     return Chart(
         name="noise-scale",
         title="Gradient noise scale",
-        says=f"Beyond about {told[-1][1]:,.0f} samples a larger batch no longer paid at the end{beside}.",
+        says=f"The largest useful batch was about {useful['middle']:,.0f} samples, and "
+        f"{useful['last']:,.0f} at the end{beside}.",
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": {"type": "log", "dtick": 1}},

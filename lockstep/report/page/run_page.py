@@ -129,6 +129,9 @@ def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     facts.append(("Running time", tell_time(summary["wall_s"]), f"{summary['epochs']:.4g} epochs"))
     if summary["T"] is not None:
         facts.append(("Throughput", f"{count(summary['T'])}", "images/s"))
+    if (scale := summary["noise_scale"]) is not None:
+        beside = f"noise scale; {scale['last']:,.0f} at the end"
+        facts.append(("Useful batch", f"{scale['middle']:,.0f}", beside))
     return facts
 
 

@@ -1,0 +1,125 @@
+"""The page of a sweep: accuracy over the first thing that varies, a line for each cell with error bars; every trial."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep.recipes.sweep_file import SweepFile
+from lockstep.report.compare import NONE
+from lockstep.report.history import number
+from lockstep.report.page.charts import Chart, Numbers, label, tell_time
+from lockstep.report.page.compare_page import COLORS, DASHES
+from lockstep.report.page.document import Document, Section, build_document, build_table, escape
+from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, tabulate
+
+BATCH = "train.global_batch"
+MANY_TIMES = 8  # from the least to the greatest value: from here on an axis is logarithmic
+
+
+def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str = "") -> str:
+    """The whole page."""
+    places = find_places(rows, sweep.measure)
+    charts = [draw_places(sweep, places, "accuracy")]
+    if sweep.target is not None:
+        charts.append(draw_places(sweep, places, "steps_to"))
+    bad = [row for row in rows if row.status in ("diverged", "failed")]
+    done = sum(row.is_settled for row in rows)
+    sections = [
+        Section("chart", "Results", charts=[chart for chart in charts if chart]),
+        Section("table", "Best of each cell", body=build_table(tabulate(sweep, places), name="places", is_whole=True)),
+        Section("trials", "Every trial", body=build_table(_list_trials(rows), name="trials-table")),
+    ]
+    facts = f"{done} of {len(rows)} trials, {len(bad)} of them diverged or failed. Recipe {sweep.recipe}."
+    facts += f" Commit {commit}." if commit else ""
+    note = f"<p>{escape(sweep.description)}</p>" if sweep.description else ""
+    header = f'<p class="kind">Lockstep · sweep</p><h1>{escape(name)}</h1>{note}<p>{escape(facts)}</p>'
+    footer = "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
+    return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections, footer=footer))
+
+
+def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart | None:
+    """One quantity over the batch, or over whatever the grid's first key is; a line for each cell and other point."""
+    key = BATCH if BATCH in sweep.grid else next(iter(sweep.grid), "")
+    groups: dict[str, list[tuple[Any, Spread]]] = {}
+    for place in places:
+        point = dict(place.point)
+        x = point.pop(key, place.cell)
+        others = [f"{name.rpartition('.')[2]} {value}" for name, value in point.items()]
+        spread = place.accuracy if what == "accuracy" else place.steps_to
+        if spread.mean is not None:
+            groups.setdefault(", ".join([place.cell, *others] if key else others), []).append((x, spread))
+    if not groups:
+        return None
+    is_share = what == "accuracy"
+    goal = 100 * (sweep.target or 0)
+    title = "Top-1 on the validation set" if is_share else f"Steps to {goal:g} %"
+    traces = [_draw(place, name, found, is_share) for place, (name, found) in enumerate(groups.items())]
+    says = "; ".join(
+        f"{name}: "
+        + ", ".join(f"{x} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
+        for name, found in groups.items()
+    )
+    values = [value for found in groups.values() for x, _ in found if (value := number(x)) is not None]
+    xaxis: dict[str, Any] = {"title": {"text": label(key.rpartition(".")[2] or "cell")}}
+    if len(values) == sum(map(len, groups.values())):
+        ticks = sorted(set(values))
+        xaxis |= {"tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
+        xaxis |= {"type": "log"} if ticks[0] > 0 and ticks[-1] >= MANY_TIMES * ticks[0] else {}
+    else:
+        xaxis |= {"type": "category"}
+    means = [spread.mean for found in groups.values() for _, spread in found if spread.mean]
+    is_wide = not is_share and bool(means) and max(means) >= MANY_TIMES * min(means)
+    yaxis: dict[str, Any] = {"tickformat": ".0%"} if is_share else {"type": "log"} if is_wide else {}
+    return Chart(
+        name=what.replace("_", "-"),
+        title=title,
+        says=f"{says}.",
+        traces=traces,
+        layout={"xaxis": xaxis, "yaxis": yaxis},
+        height=420,
+        wide=True,
+        note="Points are means over seeds, bars one standard deviation each way.",
+    )
+
+
+def _draw(place: int, name: str, found: Sequence[tuple[Any, Spread]], is_share: bool) -> dict[str, Any]:
+    color, dash = COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)]
+    shown = label(name)
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(found) > 1 else "markers",
+        "name": shown or "all",
+        "x": [x if number(x) is not None else label(x) for x, _ in found],
+        "y": [spread.mean for _, spread in found],
+        "error_y": {"type": "data", "array": [spread.deviation or 0.0 for _, spread in found], "color": color},
+        "line": {"color": color, "width": 2, "dash": dash},
+        "marker": {"color": color, "size": 7},
+        "hovertemplate": f"%{{x}}: {'%{y:.2%}' if is_share else '%{y:,.0f}'}<extra>{shown}</extra>",
+    }
+
+
+def _list_trials(rows: Sequence[Row]) -> Numbers:
+    heads = ["trial", "settings", "seed", "status", "top-1, %", "best, %", "steps to", "images/s", "time"]
+    told = []
+    for row in rows:
+        trial = row.trial
+        point = [f"{key.rpartition('.')[2]} {value}" for key, value in trial.point]
+        numbers = [
+            NONE if value is None else f"{factor * value:,.{digits}f}"
+            for value, factor, digits in (
+                (row.top1, 100, 2),
+                (row.best_top1, 100, 2),
+                (row.steps_to, 1, 0),
+                (row.images_per_second, 1, 0),
+            )
+        ]
+        told.append(
+            [
+                ", ".join([trial.cell, *point, f"trial {trial.number}"]),
+                phrase_settings(trial),
+                f"{trial.seed}{' (confirms)' if trial.is_confirming else ''}",
+                f"{row.status}: {row.reason}" if row.reason else row.status,
+                *numbers,
+                NONE if row.wall_s is None else tell_time(row.wall_s),
+            ]
+        )
+    return Numbers(heads, told)

@@ -1,0 +1,323 @@
+"""A sweep: trials one after the other in this process, or one on each GPU at a time (docs/sweeps.md).
+
+Each trial is a run in a folder of its own, and leaves word there of how it ended (`report/sweep_rows.py`). Nothing else
+is remembered: whoever finds a trial without that word takes it, or goes on with it. So the same command goes on with a
+sweep, and several processes share one by taking hold of trials, each by a lock.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from lockstep.commit import read_commit
+from lockstep.engine.starting import plan_start
+from lockstep.errors import Diverged, LockstepError
+from lockstep.files import write_whole
+from lockstep.named import phrase_error
+from lockstep.processes import LAUNCHER
+from lockstep.recipes.sweep_file import SweepFile, read_sweep
+from lockstep.recipes.trials import Trial, confirm, plan_trials
+from lockstep.report.page.sweep_page import build_sweep_page
+from lockstep.report.phrases import clock, percent
+from lockstep.report.sweep_rows import Row, Status, choose_best, read_row, to_json, write_word
+
+if TYPE_CHECKING:
+    from lockstep.engine.reuse import Kept
+
+CLAIMS = ".claims"  # locks on trials, in the sweep's folder
+LOOK_S = 0.5  # between two looks at what other processes have done
+Say = Callable[[str], None]
+
+
+@dataclass
+class Sweep:
+    """A sweep and what is known of it so far."""
+
+    name: str
+    file: SweepFile
+    recipe: str
+    root: Path
+    trials: list[Trial]  # of the first stage
+    words: list[str]  # the command that goes on with it
+    _told: dict[str, Row] = field(default_factory=dict)  # rows that are settled, by folder
+
+    def row(self, trial: Trial) -> Row:
+        """What is known of a trial."""
+        found = self._told.get(trial.folder) or read_row(self.root, trial, self.file.target)
+        if found.is_settled:
+            self._told[trial.folder] = found
+        return found
+
+    def places(self) -> list[list[Trial]]:
+        """The trials of each cell at each point; behind those of a first stage that is over, the second's."""
+        groups: dict[str, list[Trial]] = {}
+        for trial in self.trials:
+            groups.setdefault(trial.place, []).append(trial)
+        return [[*group, *self._second(group)] for group in groups.values()]
+
+    def _second(self, group: Sequence[Trial]) -> list[Trial]:
+        rows = [self.row(trial) for trial in group]
+        best = choose_best(rows, self.file.measure) if all(row.is_settled for row in rows) else None
+        return confirm(best, self.file.confirm) if best else []
+
+    def rows(self) -> list[Row]:
+        """Every trial there is so far."""
+        return [self.row(trial) for group in self.places() for trial in group]
+
+    @property
+    def num_trials(self) -> int:
+        """All trials, those of the second stage too that are not known yet."""
+        return len(self.trials) + len({trial.place for trial in self.trials}) * len(self.file.confirm)
+
+    def settle(self, trial: Trial, status: Status, reason: str = "") -> Row:
+        """Note how a trial ended, on disk where that can be written."""
+        try:
+            write_word(self.root / trial.folder, status, reason)
+        except OSError as error:
+            reason = reason or f"{self.root / trial.folder} cannot be written ({error.strerror})"
+            self._told[trial.folder] = replace(Row(trial), status="failed", reason=reason)
+        return self.row(trial)
+
+    def phrase_go_on(self) -> str:
+        done = sum(row.is_settled for row in self.rows())
+        return f"{done} of {self.num_trials} trials are done; go on with: {shlex.join(self.words)}"
+
+
+def open_sweep(path: Path, out: Path | None, settings: Sequence[str]) -> Sweep:
+    """Read a sweep file, and see that each of its trials can be started or gone on with."""
+    file, recipe = read_sweep(path)
+    trials = plan_trials(file, recipe, settings)
+    root = out or Path("runs") / path.stem
+    words = ["lockstep", "sweep", str(path), *(["--out", str(out)] if out else [])]
+    words += [word for setting in settings for word in ("--set", setting)]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LockstepError(f"The sweep's folder {root} cannot be written ({error.strerror}).") from None
+    sweep = Sweep(path.stem, file, recipe, root, trials, words)
+    for trial in (trial for group in sweep.places() for trial in group):
+        if (root / trial.folder).exists():  # its settings must be those that are asked for now
+            plan_start(recipe, list(trial.settings), root / trial.folder, "auto")
+    return sweep
+
+
+def retry_failed(sweep: Sweep) -> None:
+    """Forget what failed for outside causes; what diverged would again."""
+    for row in sweep.rows():
+        if row.status == "failed":
+            with suppress(OSError):
+                (sweep.root / row.trial.folder / "trial.json").unlink()
+            sweep._told.pop(row.trial.folder, None)
+
+
+def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> bool:
+    """Take trials until all are settled; False if asked to stop. Several processes begin at other places by `turn`."""
+    from lockstep.engine.reuse import Kept
+
+    kept = kept or Kept()
+    begun, num_taken = time.monotonic(), 0
+    while True:
+        places = sweep.places()
+        turned = places[turn % len(places) :] + places[: turn % len(places)]
+        is_new = False
+        for group in turned:
+            trial = next((one for one in group if not sweep.row(one).is_settled and claim(sweep, one)), None)
+            if trial is None:
+                continue
+            is_new = True
+            row = take(sweep, trial, kept)
+            release(sweep, trial)
+            if row is None:
+                return False
+            num_taken += 1
+            say(_phrase(sweep, row, (time.monotonic() - begun) / num_taken))
+            prune(sweep, trial)
+            break  # to the same place again, or to its second stage: its parts are still there
+        if not is_new:
+            if all(row.is_settled for row in sweep.rows()):
+                return True
+            time.sleep(LOOK_S)  # others have the rest in hand; what they find may open a second stage
+
+
+_claims: dict[str, int] = {}  # open locks, by trial
+
+
+def claim(sweep: Sweep, trial: Trial) -> bool:
+    """Take hold of a trial; False where another process has it."""
+    from lockstep.engine.owner import lock_folder
+
+    try:
+        _claims[trial.folder] = lock_folder(sweep.root / CLAIMS / trial.folder)
+    except LockstepError:
+        return False
+    sweep._told.pop(trial.folder, None)
+    if read_row(sweep.root, trial, sweep.file.target).is_settled:  # by whoever had it until now
+        release(sweep, trial)
+        return False
+    return True
+
+
+def release(sweep: Sweep, trial: Trial) -> None:
+    os.close(_claims.pop(trial.folder))
+
+
+def take(sweep: Sweep, trial: Trial, kept: "Kept") -> Row | None:
+    """Run one trial to its end, or go on with it; None if somebody asked to stop."""
+    from lockstep.api import Asked, carry_out
+
+    folder = sweep.root / trial.folder
+    asked = Asked(sweep.recipe, trial.settings, folder, "auto", trial.ranks, quiet=True)
+    try:
+        ended = carry_out(asked, is_guest=True, kept=kept if trial.ranks == "1" else None)
+    except KeyboardInterrupt:
+        return None
+    except Diverged as error:
+        return sweep.settle(trial, "diverged", str(error))
+    except LockstepError as error:
+        kept.forget_parts()  # whatever a run has left half done
+        return sweep.settle(trial, "failed", str(error))
+    except Exception as error:
+        kept.forget_parts()
+        if "CUDA error" in str(error):  # after which this process can use the device no more
+            raise LockstepError(
+                f"The GPU failed in {trial.folder} ({phrase_error(error)}). {sweep.phrase_go_on()}"
+            ) from error
+        return sweep.settle(trial, "failed", phrase_error(error))
+    return sweep.settle(trial, "finished") if ended.outcome == "finished" else None
+
+
+def prune(sweep: Sweep, trial: Trial) -> None:
+    """Remove the checkpoints that nobody will ask for, once a place is through."""
+    if sweep.file.checkpoints == "all":
+        return
+    group = next(group for group in sweep.places() if group[0].place == trial.place)
+    rows = [sweep.row(one) for one in group]
+    if not all(row.is_settled for row in rows):
+        return
+    best = choose_best(rows, sweep.file.measure) if sweep.file.checkpoints == "best" else None
+    for one in group:
+        if best is None or one.number != best.number:
+            shutil.rmtree(sweep.root / one.folder / "checkpoints", ignore_errors=True)
+
+
+def _phrase(sweep: Sweep, row: Row, mean_s: float, num_workers: int = 1) -> str:
+    """A line on a trial that has ended."""
+    done = sum(one.is_settled for one in sweep.rows())
+    result = f"top-1 {percent(row.top1)}" if row.top1 is not None else f"{row.status}: {row.reason}"
+    took = f" in {clock(row.wall_s)}" if row.wall_s is not None else ""
+    left = (sweep.num_trials - done) * mean_s / num_workers
+    return f"{done} of {sweep.num_trials}, about {clock(left)} left: {row.trial.phrase()}: {result}{took}"
+
+
+def write_results(sweep: Sweep) -> list[Path]:
+    """`sweep.json` and the page, as far as trials are done."""
+    rows, commit = sweep.rows(), read_commit()
+    files = {
+        sweep.root / "sweep.json": to_json(sweep.name, sweep.file, rows, commit) + "\n",
+        sweep.root / "sweep.html": build_sweep_page(sweep.name, sweep.file, rows, commit),
+    }
+    try:
+        for path, text in files.items():
+            write_whole(path, text)
+    except OSError as error:
+        raise LockstepError(f"Cannot write the results to {sweep.root}: {error.strerror}.") from None
+    return list(files)
+
+
+def list_gpus() -> list[str]:
+    """The GPUs of this machine that may be used, by the names that CUDA knows them by."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [name.strip() for name in named.split(",")][:count] if named else [str(place) for place in range(count)]
+
+
+def take_share(turn: int, num_workers: int) -> None:
+    """Let this process keep to its part of the cores, so that as many as GPUs do not all want all."""
+    if num_workers > 1 and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))[turn::num_workers]
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+
+def spread_over(sweep: Sweep, devices: Sequence[str], say: Say) -> bool:
+    """Share a sweep among processes, one for each GPU; False if asked to stop."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *sweep.words, f"--worker={turn}/{len(devices)}"],
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": device, LAUNCHER: str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C reaches this process, which passes it on, once
+        )
+        for turn, device in enumerate(devices)
+    ]
+    begun = time.monotonic()
+    known = {row.trial.folder for row in sweep.rows() if row.is_settled}
+    num_before = len(known)
+    with _ended_with(processes), _passing_signals(processes) as signals:
+        while any(process.poll() is None for process in processes):
+            time.sleep(LOOK_S)
+            for row in sweep.rows():
+                if row.is_settled and row.trial.folder not in known:
+                    known.add(row.trial.folder)
+                    say(_phrase(sweep, row, (time.monotonic() - begun) / (len(known) - num_before)))
+    is_done = all(row.is_settled for row in sweep.rows())
+    if not is_done and not signals:
+        raise LockstepError(f"The processes of this sweep ended before it did. {sweep.phrase_go_on()}")
+    return is_done
+
+
+@contextmanager
+def _ended_with(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """The processes are over at the end, whatever comes up."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@contextmanager
+def _passing_signals(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator[list[int]]:
+    """While inside, a signal asks all processes to stop, and the second ends them; yields those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
+        for process in processes:
+            process.send_signal(signal.SIGTERM if len(came) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def stopping_by_exception() -> Iterator[None]:
+    """While inside, SIGTERM is a KeyboardInterrupt too; a run that is under way sees to both itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
