@@ -57,12 +57,15 @@ def settle_pass(config: RunConfig, parts: Parts, world: World, *, again: bool = 
         said = f"A pass has up to {size:,} samples ({source}; train.max_batch_per_rank)."
     else:
         size = USUAL_PASS
-    settled = train.model_copy(update={"max_batch_per_rank": size})
-    return (
-        config.model_copy(update={"train": settled}),
-        replace(parts, max_batch_per_rank=settled.largest_pass),
-        said,
-    )
+    settled = with_size(config, size)
+    return settled, replace(parts, max_batch_per_rank=settled.train.largest_pass), said
+
+
+def with_size(config: RunConfig, size: int) -> RunConfig:
+    """The same with this size of a pass, unless it says one itself."""
+    if config.train.max_batch_per_rank or config.train.accumulate:
+        return config
+    return config.model_copy(update={"train": config.train.model_copy(update={"max_batch_per_rank": size})})
 
 
 def _recall_or_measure(config: RunConfig, parts: Parts, world: World, again: bool) -> tuple[int, str]:

@@ -28,7 +28,7 @@ from lockstep.data.sources import Source
 from lockstep.engine.apply import Step, Warn, apply_plan
 from lockstep.engine.brought import NOTHING, Brought
 from lockstep.engine.build import Parts, Sources, build_parts, plan_input
-from lockstep.engine.pass_size import settle_pass
+from lockstep.engine.pass_size import settle_pass, with_size
 from lockstep.engine.planning import Chosen, choose_plan
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.state import list_changing, refresh
@@ -52,7 +52,7 @@ class Built:
 
     shape: str  # what they agree in
     parts: Parts
-    pass_size: int  # that was settled for them; 0: asked for otherwise
+    max_batch: int  # that a run has settled on, where it was left to it
     chosen: Chosen | None = None
     step: Step | None = None  # of the chosen plan
     sizes: tuple[int, int] = (0, 0)
@@ -78,18 +78,20 @@ class Kept:
     def build_parts(
         self, config: RunConfig, world: World, sources: Sources, brought: Brought = NOTHING
     ) -> tuple[RunConfig, Parts, str]:
-        """Parts for a run that begins, those of the last one where they suit; and as `settle_pass` has it."""
+        """Parts for a run that begins, those of the last one where they suit.
+
+        Beside them its configuration with the size of a pass, and what there is to say of that.
+        """
         shape = describe_shape(config, world, sources)
         built = self._built
         if built is not None and built.shape == shape and _is_own(built.parts, config):
             built.parts = renew(built.parts, config, world, sources)
             self.num_renewed += 1
-            settled = config.train.model_copy(update={"max_batch_per_rank": built.pass_size})
-            return config.model_copy(update={"train": settled}), built.parts, ""
+            return with_size(config, built.max_batch), built.parts, ""
         self.forget_parts()
-        config, parts, said = settle_pass(config, build_parts(config, world, sources, brought), world)
-        self._built = Built(shape, parts, config.train.max_batch_per_rank)
-        return config, parts, said
+        settled, parts, said = settle_pass(config, build_parts(config, world, sources, brought), world)
+        self._built = Built(shape, parts, settled.train.max_batch_per_rank)
+        return settled, parts, said
 
     def _find(self, parts: Parts) -> Built:
         """What was made for these parts; a run may bring its own."""

@@ -50,6 +50,9 @@ def tiny_settings(images: Path) -> list[str]:
         "train.eval_every=1ep",
         "train.checkpoint_every=3st",
         "comm.tune_s=0",
+        # The same on a GPU, which would settle on others by itself.
+        "precision.compute=fp32",
+        "train.max_batch_per_rank=256",
     ]
 
 

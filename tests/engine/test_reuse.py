@@ -82,11 +82,11 @@ def test_whatever_a_run_has_left_behind_is_gone(images: Path) -> None:
     config, other = (tiny_config(images, "precision.compute=fp16", f"train.seed={seed}") for seed in (0, 1))
     sources, kept = open_sources(config.data), Kept()
     with join_world(None) as world, torch.no_grad():
-        parts = kept.build_parts(config, world, sources)[1]
+        _, parts, _ = kept.build_parts(config, world, sources)
         for array in [*list_changing(parts).arrays(), *list_passing(parts.model), parts.half_weights, parts.note]:
             array.fill_(torch.nan if array.is_floating_point() else 77)
         parts.rule.measures = parts.reducer.measures = True
-        again = kept.build_parts(other, world, sources)[1]
+        _, again, _ = kept.build_parts(other, world, sources)
         fresh = build_parts(other, world, sources)
         assert again.weights is parts.weights
         for found, expected in zip(list_changing(again).arrays(), list_changing(fresh).arrays(), strict=True):
@@ -110,7 +110,7 @@ def test_a_network_of_the_users_is_built_anew(images: Path) -> None:
     config = tiny_config(images).model_copy(update={"model": ModelConfig(name="tests.own:build_net")})
     sources, kept = open_sources(config.data), Kept()
     with join_world(None) as world:
-        first = kept.build_parts(config, world, sources)[1]
+        _, first, _ = kept.build_parts(config, world, sources)
         assert kept.build_parts(config, world, sources)[1].weights is not first.weights
 
 
@@ -129,7 +129,7 @@ def test_a_recording_serves_the_next_run(compute: str) -> None:
         for configs in ((second,), (first, second)):
             kept = Kept()
             for config in configs:
-                parts = kept.build_parts(config, world, sources)[1]
+                _, parts, _ = kept.build_parts(config, world, sources)
                 if config is configs[0]:
                     step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
                 for lr, batch in zip(RATES, batches, strict=True):
