@@ -75,11 +75,12 @@ def run_rank(
         held.enter_context(own_folder(folder, world))
         if world.is_first and not resume:
             prepare_folder(folder)
-            write_config(folder, config)
         sources = share_sources(config, world, progress, brought)
         parts = build_parts(config, world, sources, brought)
         # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
         notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
+        if world.is_first and not resume:
+            write_config(folder, config)
         sink = open_sink(world, folder)
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)
