@@ -59,7 +59,7 @@ class Images:
 def create_loader(dataset, input_size, batch_size, is_training, scale, ratio, hflip, color_jitter, interpolation, mean,
                   std, num_workers, pin_memory, img_dtype, device, use_prefetcher, use_multi_epochs_loader):
     images = Images(dataset, input_size[-1])
-    return DataLoader(images, batch_size, shuffle=True, drop_last=True, num_workers=num_workers, persistent_workers=True)
+    return DataLoader(images, batch_size, drop_last=True, num_workers=num_workers, persistent_workers=True)
 """,
 }
 
