@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lockstep.bench.input_peers import AREA, MEAN, RATIO, STD
 from lockstep.bench.turns import Step
-from lockstep.comm.world import join_world
+from lockstep.comm.world import count_cores, join_world
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from lockstep.data.order import Cursor
+from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import assemble, build_network, build_train_pipeline, open_sources, set_number_formats
 from lockstep.engine.measure import fake_batch
@@ -69,6 +70,7 @@ def build_timm(case: Case, compiled: str) -> tuple[str, Step]:
     timm = require("timm", "`bench step --against timm`")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
+    torch.set_num_threads(count_cores())  # as the one rank of ours
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     network: nn.Module = timm.create_model(case.model.partition(":")[2], num_classes=case.classes)
@@ -152,7 +154,7 @@ def build_ours(case: Case, resident: Literal["auto", "off"]) -> tuple[str, Step]
         if case.data:
             # Open for as long as the process lives.
             pipeline = build_train_pipeline(config, world, open_sources(config.data).train, Cursor(), plan.input)
-            batches = iter(pipeline.__enter__())
+            batches: Iterator[Batch] = pipeline.__enter__()
             lines.append(pipeline.describe())
         else:
             batches = repeat(fake_batch(config, world))
