@@ -147,8 +147,8 @@ def build_rows(case: Case, outcomes: Sequence[Outcome]) -> list[Row]:
 def describe(rows: list[Row], console: Console) -> None:
     """A table, and how Lockstep took its steps."""
     table = Table(box=None, header_style="bold")
-    for column in ("model", "batch", "images/s", "ms", "± ms", "GiB", "prepared in", "ratio", "side"):
-        table.add_column(column, justify="left" if column in ("model", "side") else "right", no_wrap=True)
+    for column in ("model", "batch", "images/s", "ms", "± ms", "GiB", "ready in", "ratio", "side"):
+        table.add_column(column, justify="left" if column in ("model", "side") else "right", overflow="fold")
     for row in rows:
         table.add_row(
             row.model,
