@@ -1,4 +1,4 @@
-"""From a folder of images to a network in use: `python examples/journey.py [FOLDER]`, about half a minute on a CPU.
+"""From a folder of images to a network in use: `python examples/journey.py [FOLDER]`, under a minute on a CPU.
 
 Everything here is a public command or the public Python API. Each step is what you would do with your own images and
 your own network (`small_net.py`, beside this file); a test runs it (`tests/test_journey.py`). The ONNX file takes
