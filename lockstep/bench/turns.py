@@ -119,7 +119,8 @@ class _Side:
         context = multiprocessing.get_context("spawn")  # a fork would inherit the parent's threads and device
         self._limit_s = limit_s
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, entry.build, entry.arguments), daemon=True)
+        # No daemon, which may have no processes of its own, as a DataLoader has; it follows its parent by itself.
+        self._process = context.Process(target=_serve, args=(theirs, entry.build, entry.arguments), daemon=False)
         self._process.start()
         theirs.close()  # so that the process's end is the pipe's end
         try:

@@ -16,6 +16,7 @@ NUM_PROBES = 24
 NAMED = 5  # classes that a sentence names
 ENLARGED = 2.0  # times, from which on a network mostly looks at what the resizing made up
 LEAST_STEPS = 8  # of an epoch, below which its batches hardly differ
+SMALL_BATCH = 16  # below which statistics of a batch say little
 SMALL_SIDE = 40  # pixels of which the first layers for large images leave a single one at the end
 FEW_IMAGES, LARGE_NETWORKS = 50_000, ("resnet50", "resnet101", "resnet152", "alexnet")
 
@@ -59,8 +60,9 @@ def _judge_batch(config: RunConfig, train: Source) -> list[str]:
 
 
 def _suggest_batch(count: int) -> int:
-    """A power of two with which an epoch has some thirty steps or more, 256 at most."""
-    return int(2 ** np.clip(np.floor(np.log2(max(1, count / 32))), 0, 8))
+    """A power of two, 256 at most, with which an epoch has some thirty steps; fewer where that makes tiny batches."""
+    usual, least = (int(2 ** np.floor(np.log2(max(1, count / steps)))) for steps in (32, LEAST_STEPS))
+    return int(np.clip(usual, max(2, min(SMALL_BATCH, least)), 256))
 
 
 def _judge_size(config: RunConfig, train: Source) -> list[str]:

@@ -1,6 +1,7 @@
 """A run's folder has one owner: a lock on a file in it, held by rank 0 from before the first file to after the last.
 
-The kernel lets go of the lock when the process ends, however it ends: nothing is left to clean up by hand.
+The kernel lets go of the lock when the process ends, however it ends: nothing is left to clean up by hand. A start that
+is refused before the run's configuration is there leaves nothing: neither the lock's file nor folders made for it.
 """
 
 import errno
@@ -8,10 +9,11 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lockstep.comm.world import World
+from lockstep.engine.starting import is_begun
 from lockstep.errors import LockstepError, SharedError
 from lockstep.files import clear_leftovers
 
@@ -22,7 +24,9 @@ LOCK_FILE = ".lock"
 def own_folder(folder: Path, world: World) -> Iterator[None]:
     """While inside, the folder is this run's alone; every rank hears when it is another's."""
     file, failure = -1, ""
+    made: list[Path] = []
     if world.is_first:
+        made = [path for path in (folder / LOCK_FILE, folder, *folder.parents) if not os.path.exists(path)]
         try:
             file = lock_folder(folder)
             clear_leftovers(folder)
@@ -36,7 +40,16 @@ def own_folder(folder: Path, world: World) -> Iterator[None]:
         yield
     finally:
         if file >= 0:
+            if not is_begun(folder):
+                _take_back(made)
             os.close(file)
+
+
+def _take_back(made: list[Path]) -> None:
+    """Remove what was made for a run that did not begin, up to the first folder that somebody else uses too."""
+    with suppress(OSError):
+        for path in made:
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def check_unowned(folder: Path) -> None:
@@ -47,6 +60,25 @@ def check_unowned(folder: Path) -> None:
 
 def lock_folder(folder: Path) -> int:
     """Take the lock and return the open file that holds it."""
+    while True:
+        file = _lock_file(folder)
+        if _is_at(file, folder / LOCK_FILE):
+            break
+        os.close(file)  # of a start that was refused, and took it back meanwhile
+    os.truncate(file, 0)
+    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    return file
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is still the one that has this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock_file(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -64,7 +96,5 @@ def lock_folder(folder: Path) -> int:
                 f"{folder} is in use by a run that has not ended ({owner}); stop that one first, or choose another "
                 "--out."
             ) from None
-        return file  # a file system without locks: better a run without one than no run
-    os.truncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        # Else a file system without locks: better a run without one than no run.
     return file

@@ -80,16 +80,14 @@ def run_rank(
         config, said = settle_format(config, world)
         if world.is_first and not resume:
             prepare_folder(folder)
-            write_config(folder, config)
         kept = kept or Kept()
         sources = kept.open_sources(config.data, partial(share_sources, config, world, progress, brought))
-        settled, parts, size_said = kept.build_parts(config, world, sources, brought)
-        if world.is_first and not resume and settled != config:
-            write_config(folder, settled)
-        config = settled
+        config, parts, size_said = kept.build_parts(config, world, sources, brought)
         # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
         notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         notes += [note for note in (said, size_said) if note and world.is_first]
+        if world.is_first and not resume:
+            write_config(folder, config)
         sink = open_sink(world, folder)
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)

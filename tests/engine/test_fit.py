@@ -65,7 +65,7 @@ def test_a_batch_larger_than_the_data_set_names_a_smaller_one() -> None:
     assert "Set train.global_batch to 256 or less" in text
 
 
-@pytest.mark.parametrize(("count", "batch"), [(9_000, 256), (2_000, 32), (40, 1)])
+@pytest.mark.parametrize(("count", "batch"), [(9_000, 256), (2_000, 32), (300, 16), (77, 8), (40, 4), (16, 2)])
 def test_a_recipe_for_imagenet_on_few_images_names_what_to_change(count: int, batch: int) -> None:
     (text,) = judge("resnet50-256", count, 300, f"train.global_batch={batch}")
     assert f"{count:,} images are few for resnet50 and a schedule made for ImageNet's 1,281,167" in text

@@ -130,8 +130,8 @@ def test_a_mistake_is_one_sentence_of_one_rank_and_leaves_no_run_behind(
 ) -> None:
     config = own_config(images, setting)
     with pytest.raises(SharedError, match=sentence):
-        run_rank(config, "own", tmp_path / "run", resume=False, membership=None, open_sink=open_sink)
-    assert not list((tmp_path / "run").glob("events*"))
+        run_rank(config, "own", tmp_path / "runs" / "one", resume=False, membership=None, open_sink=open_sink)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A folder has one owner, and no rank outlives its launcher: real processes."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -96,6 +97,39 @@ def test_every_rank_hears_that_the_folder_is_taken(tmp_path: Path) -> None:
         first, second = run_ranks(complain, 2, tmp_path)
     assert "is in use" in first
     assert first == second
+
+
+def test_a_start_that_is_refused_takes_back_what_it_made_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    for folder in (tmp_path / "runs" / "deep" / "one", tmp_path / "runs"):
+        with pytest.raises(ZeroDivisionError), own_folder(folder, world_of_one()):
+            raise ZeroDivisionError
+        assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+    (tmp_path / "runs" / "notes.txt").touch()
+    with pytest.raises(ZeroDivisionError), own_folder(tmp_path / "runs", world_of_one()):
+        raise ZeroDivisionError
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["notes.txt"]
+    with own_folder(tmp_path / "run", world_of_one()):
+        (tmp_path / "run" / "config.toml").touch()  # from here on it is a run, which may be gone on with
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.toml", ".lock"}
+
+
+def test_a_lock_that_was_taken_back_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = fcntl.flock
+
+    def take_late(file: int, how: int) -> None:
+        if not late:
+            late.append(file)
+            (tmp_path / "run" / ".lock").unlink()  # by another, between the opening and the locking
+            (tmp_path / "run").rmdir()
+        take(file, how)
+
+    late: list[int] = []
+    monkeypatch.setattr(fcntl, "flock", take_late)
+    file = lock_folder(tmp_path / "run")
+    with pytest.raises(LockstepError, match="is in use"):
+        check_unowned(tmp_path / "run")
+    os.close(file)
 
 
 FOLLOWER = (
