@@ -397,6 +397,7 @@ class PrecisionConfig(Section):
 
     section = "precision"
     only_with = {
+        "masters": ("compute", ("fp16",)),
         "loss_scale": ("compute", ("auto", "fp16")),
         "initial_scale": ("compute", ("auto", "fp16")),
         "growth_steps": ("compute", ("auto", "fp16")),
@@ -408,6 +409,10 @@ class PrecisionConfig(Section):
         default="auto",
         description="format of multiplications; auto: fp16 on GPUs with tensor cores, fp32 elsewhere; fp16 and bf16 "
         "have FP32 master weights",
+    )
+    masters: Literal["fp32", "fp16"] = Field(
+        default="fp32",
+        description="format of weights, momentum and norms in the update; fp16 only to see what is lost by it (lars)",
     )
     loss_scale: Literal["dynamic", "static"] = Field(
         default="dynamic", description="halved by an overflow and doubled after good steps, or left alone (fp16)"
@@ -563,6 +568,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _is_possible(self) -> Self:
+        if self.precision.masters == "fp16" and self.optim.name != "lars":
+            raise ValueError('precision.masters = "fp16" is there for optim.name = "lars" alone; leave it at "fp32"')
         if self.data.image_sizes and self.model.name == "alexnet":
             raise ValueError(
                 "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "

@@ -49,6 +49,7 @@ from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss import SummedLoss, cross_entropy_sum
 from lockstep.optim.loss_scale import LossScale
+from lockstep.optim.naive_lars import NaiveLars
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
@@ -281,14 +282,10 @@ def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
         case "sgd":
             return Sgd(layout, device, momentum=optim.momentum, nesterov=optim.nesterov, **common)
         case "lars":
-            return Lars(
-                layout,
-                device,
-                momentum=optim.momentum,
-                trust_coefficient=optim.trust_coefficient,
-                epsilon=optim.epsilon,
-                **common,
-            )
+            common |= {"momentum": optim.momentum, "trust_coefficient": optim.trust_coefficient}
+            if config.precision.masters == "fp16":
+                return NaiveLars(layout, device, epsilon=optim.epsilon, fused=False, **common)
+            return Lars(layout, device, epsilon=optim.epsilon, **common)
         case "lamb":
             return Lamb(layout, device, epsilon=optim.lamb_epsilon, **betas, **common)
         case "adamw":
