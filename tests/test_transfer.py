@@ -278,3 +278,10 @@ def test_the_command_writes_a_recipe_that_loads(tmp_path: Path) -> None:
     assert CliRunner().invoke(recipes, [*command, "--toml"]).output == file.read_text()
     again = CliRunner().invoke(recipes, [*command, "--out", str(file)])
     assert "exists already" in str(again.exception)
+
+
+def test_weights_are_averaged_over_as_many_samples() -> None:
+    """0.99 kept at each of 16 steps of 512 is 0.99^16 at one of 8,192, and back."""
+    config = scale_recipe("cifar10-resnet18", 8192).config
+    assert load_recipe("cifar10-resnet18")[1].optim.average == 0.99
+    assert config.optim.average == pytest.approx(0.99**16, abs=1e-6)

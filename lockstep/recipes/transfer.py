@@ -212,6 +212,10 @@ def _derive_lengths(config: RunConfig, batch: int, stretch: float, why: str, unt
         if every.unit == "st" and every.value:
             after = _stretch(every, 1.0, shrink)
             derived.append(Derived(f"train.{key}", every, after, "after as many samples"))
+    if optim.average:
+        # Of an update; what it keeps after as many samples stays.
+        average = round(min(0.999999, max(0.1, optim.average ** (1 / shrink))), 6)
+        derived.append(Derived("optim.average", optim.average, average, "averaged over as many samples"))
     if data.image_sizes and stretch != 1:
         ends: list[dict[str, Any]] = []
         for step in data.image_sizes:
