@@ -119,7 +119,9 @@ class Instruments:
                 trust_ratios=_shorten(trust),
             )
         )
-        return self._estimate_noise(squares, norms, batch) if self._world.size > 1 else None
+        # Differences to an anchor have another noise than the gradients that the scale is about.
+        is_known = self._world.size > 1 and not parts.rule.has_anchor
+        return self._estimate_noise(squares, norms, batch) if is_known else None
 
     def _estimate_noise(self, squares: list[torch.Tensor], norms: Norms, batch: Batch) -> float | None:
         """From this rank's squares before the sum and everyone's after it."""

@@ -79,6 +79,7 @@ def refresh(parts: Parts) -> None:
     """Bring what is derived up to date after the arrays were changed from outside a step."""
     parts.half_weights.copy_(parts.weights[: parts.layout.split])
     fill_constants(parts.model, parts.constants)
+    parts.rule.refresh()
 
 
 @contextmanager
@@ -106,7 +107,8 @@ def find_infinite(parts: Parts) -> str:
     """Which arrays hold a number that is not finite; empty if none does. Asked once, by one look at the device."""
     changing = list_changing(parts)
     statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
-    arrays = changing.over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
+    over_layout = {name: array for name, array in changing.over_layout.items() if array.is_floating_point()}
+    arrays = over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
     # The least and the greatest of an array are finite only if all of it is: a NaN is both.
     extremes = torch.stack([torch.stack(array.aminmax()) for array in arrays.values()])
     is_finite = extremes.isfinite().all(dim=1).tolist()
@@ -286,6 +288,19 @@ def _check_rule(parts: Parts, saved: str) -> None:
         )
 
 
+def _check_format(kind: str, flat: Tensor, own: Mapping[str, Tensor]) -> None:
+    """Refuse whole numbers of other bits: each counts in a unit of its own."""
+    if other := next((array for array in own.values() if array.dtype != flat.dtype), None):
+        raise LockstepError(
+            f"The checkpoint holds the {kind.replace('_', ' ')} as {_name_format(other)} and this run as "
+            f"{_name_format(flat)}; resume with the optim.bits that the run was started with."
+        )
+
+
+def _name_format(array: Tensor) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
 def _check_order(order: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Refuse another seed or other samples: the cursor would point into another order."""
     for name in ("seed", "num_samples"):
@@ -314,6 +329,7 @@ def _fill_tensors(parts: Parts, files: dict[str, dict[str, Tensor]]) -> None:
         else:
             prefix = f"{kind}/"
             own = {n.removeprefix(prefix): array for n, array in files["optimizer"].items() if n.startswith(prefix)}
+            _check_format(kind, flat, own)
         load_named(flat, parts.layout, own)
     for name, values in (changing.statistics | parts.constants).items():
         if name not in network or network[name].shape != values.shape:
