@@ -277,7 +277,7 @@ class ModelConfig(Section):
 
     name: Annotated[str, BeforeValidator(_read_network_name)] = Field(
         default="resnet50",
-        description="the network: resnet18 to resnet152, alexnet, package.module:name, torchvision:NAME or timm:NAME",
+        description="resnet18 to resnet152, alexnet, linear, package.module:name, torchvision:NAME or timm:NAME",
     )
     stem: Literal["imagenet", "cifar"] = Field(
         default="imagenet", description="first layers: for large or for small images"
