@@ -28,6 +28,8 @@ from lockstep.recipe_values import (
 
 USUAL_PASS = 256  # samples, where nobody says how many and nobody measures it
 
+# Update rules that take full gradients at anchors.
+ANCHORED = ("svrg", "halp")
 # Networks whose settings have keys of their own in [model]; those of any other stand in [model.settings].
 RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -256,7 +258,7 @@ class ModelConfig(Section):
 
     name: Annotated[str, BeforeValidator(_read_network_name)] = Field(
         default="resnet50",
-        description="the network: resnet18 to resnet152, alexnet, package.module:name, torchvision:NAME or timm:NAME",
+        description="resnet18 to resnet152, alexnet, linear, package.module:name, torchvision:NAME or timm:NAME",
     )
     stem: Literal["imagenet", "cifar"] = Field(
         default="imagenet", description="first layers: for large or for small images"
@@ -311,6 +313,9 @@ class OptimConfig(Section):
         "lamb_epsilon": ("name", ("lamb",)),
         "adamw_epsilon": ("name", ("adamw",)),
         "adapt_norm_and_bias": ("name", ("lars", "lamb")),
+        "anchor_every": ("name", ANCHORED),
+        "bits": ("name", ("halp",)),
+        "mu": ("name", ("halp",)),
         "end_lr": ("schedule", ("poly", "cosine")),
         "power": ("schedule", ("poly",)),
         "milestones": ("schedule", ("step",)),
@@ -318,7 +323,7 @@ class OptimConfig(Section):
         "label_smoothing": ("loss", ("cross_entropy",)),
     }
 
-    name: Literal["sgd", "lars", "lamb", "adamw"] = Field(default="sgd", description="the update rule")
+    name: Literal["sgd", "lars", "lamb", "adamw", "svrg", "halp"] = Field(default="sgd", description="the update rule")
     lr: float = Field(gt=0, le=LARGEST, examples=[0.1], description="learning rate after warm-up")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd and lars")
     nesterov: bool = Field(default=False, description="Nesterov's form of momentum (sgd)")
@@ -343,6 +348,16 @@ class OptimConfig(Section):
     )
     adamw_epsilon: float = Field(
         default=1e-8, gt=0, le=LARGEST, description="added to the root of the second moment (adamw)"
+    )
+    anchor_every: Duration = Field(
+        default=Duration(1, "ep"), description="between full gradients, each a pass over the data (svrg, halp)"
+    )
+    bits: Literal[8, 16] = Field(default=8, description="bits of an offset from the anchor (halp)")
+    mu: float = Field(
+        default=0.0,
+        ge=0,
+        le=LARGEST,
+        description="strong convexity: offsets reach to the full gradient's norm over it; 0: weight_decay (halp)",
     )
     clip_norm: float = Field(
         default=0.0,
@@ -389,7 +404,21 @@ class OptimConfig(Section):
         for early, late in zip(self.milestones, self.milestones[1:], strict=False):
             if early.unit == late.unit and early.value >= late.value:
                 raise ValueError(f"optim.milestones must rise, but {show(late)} comes after {show(early)}")
+        if self.name in ANCHORED:
+            self._is_anchored()
         return self
+
+    def _is_anchored(self) -> None:
+        if self.anchor_every.value == 0:
+            raise ValueError(f'optim.anchor_every = {show(self.anchor_every)} is no length; give one such as "1ep"')
+        if self.name == "halp" and not self.mu and not self.weight_decay:
+            raise ValueError("optim.name = halp needs optim.mu, or an optim.weight_decay that is the strong convexity")
+        for key, usual in (("clip_norm", 0.0), ("layer_decay", 1.0)):
+            if (given := getattr(self, key)) != usual:
+                raise ValueError(
+                    f"optim.{key} = {show(given)} cannot be had with optim.name = {self.name}, whose steps are "
+                    f"corrected by one full gradient; leave it at {show(usual)} or choose another rule"
+                )
 
 
 class PrecisionConfig(Section):
@@ -581,12 +610,26 @@ class RunConfig(Section):
                 f"augment.pad = {self.augment.pad} reflects more pixels than images of data.image_size = {smallest} "
                 "have beside their edge; lower it"
             )
+        if self.optim.name in ANCHORED:
+            self._is_exact()
         warmup, duration = self.optim.warmup, self.train.duration
         if warmup.unit == duration.unit and warmup.value > duration.value:
             raise ValueError(
                 f"optim.warmup = {show(warmup)} is longer than train.duration = {show(duration)}; shorten the warm-up"
             )
         return self
+
+    def _is_exact(self) -> None:
+        """Differences of nearly equal gradients are noise in half precision."""
+        for key, given, exact in (
+            ("precision.compute", self.precision.compute, ("fp32", "tf32", "auto")),
+            ("comm.wire", self.comm.wire, ("fp32",)),
+        ):
+            if given not in exact:
+                raise ValueError(
+                    f"{key} = {show(given)} cannot be had with optim.name = {self.optim.name}, which compares "
+                    f"gradients at two places near each other; set {key} to {' or '.join(exact)}, or take another rule"
+                )
 
 
 SECTIONS: dict[str, type[Section]] = {

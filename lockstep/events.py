@@ -165,6 +165,20 @@ class TimelineTaken(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AnchorTaken(Event):
+    """A pass over the whole epoch for the full gradient, before the step after `step` (svrg, halp); no part of the
+    epoch's own ledger."""
+
+    step: int
+    samples: int  # each exactly once, as the ledger has them
+    seconds: float
+    loss: float  # the mean over them at the anchor, without weight decay
+    gradient_norm: float  # of the full gradient, with it
+    scale: float | None  # of the offsets; None where they are not rounded
+    ledger: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochDone(Event):
     """An epoch ended; the ledger tells whether every sample was seen exactly once in it."""
 
@@ -246,6 +260,7 @@ class RunEnded(Event):
     startup_s: float = 0.0  # of `wall_s`: from the start to the first step
     evaluate_s: float = 0.0
     checkpoint_s: float = 0.0
+    anchor_s: float = 0.0  # passes for full gradients
     energy_j: float | None = None  # of all devices, where they tell
     memory_bytes: int | None = None  # that rank 0's device held at most, where it tells
 
@@ -260,6 +275,7 @@ KINDS: dict[str, type[Event]] = {
         StepDone,
         LayersMeasured,
         TimelineTaken,
+        AnchorTaken,
         EpochDone,
         Evaluated,
         MistakesFound,

@@ -10,6 +10,7 @@ import pytest
 from lockstep.errors import LockstepError
 from lockstep.events import (
     KINDS,
+    AnchorTaken,
     CheckpointSaved,
     EpochDone,
     Evaluated,
@@ -94,6 +95,7 @@ EVENTS: list[Event] = [
         seconds=0.1,
         spans=[{"lane": "step", "name": "forward", "step": 8, "start_s": 0.0, "end_s": 0.1}],
     ),
+    AnchorTaken(step=4, samples=130, seconds=0.5, loss=2.3, gradient_norm=0.4, scale=1e-3, ledger="00ff00ff00ff00ff"),
     EpochDone(time_s=3.0, epoch=0, ledger="00ff", ledger_ok=True, bad_samples=1),
     Evaluated(
         time_s=4.0, step=10, epoch=1.0, top1=0.5, top5=0.75, correct1=16, correct5=24, total=32, loss=1.5, seconds=0.5

@@ -9,6 +9,7 @@ import argparse
 import html
 import io
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,10 @@ text { font: 14px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue"
 text { fill: #e7e9ee; } .muted { fill: #a2abb9; } .ours { fill: #6aa9ee; } .theirs { fill: #525b69; }
 .third { fill: #77818f; } .sum { fill: #f0a25c; } .line { stroke: #3a414e; } .on { fill: #10151c; }
 }
+</style>"""
+CURVES = """<style>
+.curve { stroke-width: 2; } polyline.curve { fill: none; }
+.curve.ours { stroke: #2563a8; } .curve.third { stroke: #8b93a0; } .curve.sum { stroke: #c45f14; }
 </style>"""
 INK, PAPER = (231, 233, 238), (23, 27, 34)
 COLORS = [(58, 65, 78), (240, 135, 148), (85, 192, 149), (240, 200, 120), (106, 169, 238), (177, 151, 234)]
@@ -84,6 +89,7 @@ def draw_results(out: Path) -> None:
     (out / "one-gpu.svg").write_text(draw_bars(stated["one-gpu"]))
     (out / "32-ranks.svg").write_text(draw_groups(stated["32-ranks"]))
     (out / "overlap.svg").write_text(draw_overlap(stated["overlap"]))
+    (out / "halp.svg").write_text(draw_curves(json.loads((HERE / "halp.json").read_text())))
 
 
 def draw_bars(figure: dict[str, Any]) -> str:
@@ -148,6 +154,41 @@ def draw_overlap(figure: dict[str, Any]) -> str:
         _text(left, y + 44, "after the backward pass began; a dashed line is where a buffer is full", "muted")
     )
     return _frame(figure, shapes, y + 58)
+
+
+def draw_curves(figure: dict[str, Any]) -> str:
+    """Norms over passes, the norms by powers of ten; Lockstep's own steps with dots."""
+    rows, left, top, width, height = figure["rows"], 70, 66, 500, 380
+    most = max(row["passes"][-1] for row in rows)
+    lowest, highest = -17, 0
+
+    def place(passes: float, norm: float) -> tuple[float, float]:
+        share = (highest - max(lowest, math.log10(norm))) / (highest - lowest)
+        return left + passes / most * width, top + share * height
+
+    shapes = [CURVES]
+    for power in range(highest, lowest - 1, -2):
+        _, y = place(0, 10.0**power)
+        shapes.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" class="line"/>')
+        shapes.append(_text(left - 8, y + 5, f"1e{power}", "muted", anchor="end"))
+    for passes in range(0, round(most) + 1, 6):
+        shapes.append(_text(place(passes, 1.0)[0], top + height + 18, str(passes), "muted", anchor="middle"))
+    shapes.append(_text(left + width, top + height + 36, "passes over the data", "muted", anchor="end"))
+    ends: list[float] = []
+    for row in sorted(rows, key=lambda row: -row["norms"][-1]):
+        points = [place(*pair) for pair in zip(row["passes"], row["norms"], strict=True)]
+        is_ours, is_halp = "Lockstep" in row["arithmetic"], row["name"].startswith("HALP")
+        color = "ours" if is_halp else "third" if row["name"].startswith("LP") else "sum"
+        dash = ' stroke-dasharray="6 4"' if "16" in row["name"] else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        shapes.append(f'<polyline points="{path}" class="curve {color}"{dash}/>')
+        if is_ours:
+            shapes += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" class="{color}"/>' for x, y in points]
+        y = max(points[-1][1], ends[-1] + 17 if ends else 0.0)  # names must not lie upon each other
+        ends.append(y)
+        name = f"{row['name']}, {row['arithmetic']}"
+        shapes.append(_text(left + width + 10, y + 5, name, "strong" if is_ours else "muted"))
+    return _frame(figure, shapes, max(top + height + 44, ends[-1] + 24))
 
 
 def _frame(figure: dict[str, Any], shapes: list[str], bottom: float) -> str:

@@ -233,6 +233,26 @@ def instruments_command(
     run_parent(ranks, model=model, batch=batch, image_size=image_size, rounds=rounds, json_file=json_file)
 
 
+@bench.command("halp")
+def halp_command(
+    data: Annotated[Path, typer.Argument(help="A folder of images, packed or not; its training images are taken.")],
+    image_size: Annotated[int, typer.Option(min=1, help="Side that images are scaled to, in pixels.")] = 8,
+    samples: Annotated[int, typer.Option(min=0, help="Images to take; 0: all.")] = 0,
+    weight_decay: Annotated[float, typer.Option(min=1e-9, help="Which is the strong convexity.")] = 0.01,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 100,
+    lr: Annotated[float, typer.Option(min=1e-9, help="Learning rate, of images whose mean squared norm is 1.")] = 1.0,
+    anchors: Annotated[int, typer.Option(min=2, help="Anchors, an epoch after each.")] = 10,
+    mu: Annotated[float, typer.Option(min=0.0, help="What HALP takes for it; 0: the weight decay.")] = 0.0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the curves to this file as JSON.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a chart to this file.")] = None,
+) -> None:
+    """HALP and SVRG beside low-precision SGD on a strongly convex problem, whose optimum is known."""
+    from lockstep.bench.low_precision import Case, run_bench
+
+    case = Case(data, image_size, samples, weight_decay, batch, lr, anchors, mu)
+    run_bench(case, json_file, html_file, Console())
+
+
 @bench.command("forecast")
 def forecast_command(
     shapes: Annotated[str, typer.Option(help="Virtual clusters, NODESxRANKS with commas.")] = "1x2,2x2,2x4,4x4",

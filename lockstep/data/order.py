@@ -5,7 +5,9 @@ of an epoch holds the same sample. Nothing is shuffled in memory, so a run resum
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -69,6 +71,13 @@ def permute(positions: Samples, num_samples: int, seed: int, epoch: int) -> Samp
 def share(count: int, rank: int, world_size: int) -> tuple[int, int]:
     """This rank's contiguous slice [start, stop) of `count` items; sizes differ by at most one."""
     return count * rank // world_size, count * (rank + 1) // world_size
+
+
+def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:
+    """`count` samples in ⌈count / size⌉ passes that differ by at most one; nothing for an empty batch."""
+    num_passes = -(-count // size)
+    for index in range(num_passes):
+        yield slice(count * index // num_passes, count * (index + 1) // num_passes), index == num_passes - 1
 
 
 @dataclass(frozen=True)

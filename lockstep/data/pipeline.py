@@ -129,10 +129,23 @@ class TrainPipeline(Pipeline):
 
     def __next__(self) -> Batch:
         while len(self._ahead) <= self._depth:
-            self._start_next()
+            self._ahead.append(self._start(self._planned))
+            self._planned = self._ahead[-1][0].next
         plan, pending = self._ahead.popleft()
         images, labels = self._take(pending)
         return Batch(images, labels, plan.global_size, plan.epoch, plan.samples, plan.next)
+
+    def pass_over(self, epoch: int) -> Iterator[Batch]:
+        """All of an epoch's batches as its steps see them, beside those that the steps themselves take."""
+        ahead: deque[tuple[StepPlan, Pending]] = deque()
+        planned = Cursor(epoch, 0)
+        while ahead or planned.epoch == epoch:
+            while planned.epoch == epoch and len(ahead) <= self._depth:
+                ahead.append(self._start(planned))
+                planned = ahead[-1][0].next
+            plan, pending = ahead.popleft()
+            images, labels = pending.wait()
+            yield Batch(images, labels, plan.global_size, plan.epoch, plan.samples, plan.next)
 
     def size_at(self, epoch: int) -> int:
         """The side of an epoch's images."""
@@ -151,9 +164,10 @@ class TrainPipeline(Pipeline):
         self._num_taken += 1
         return images, labels
 
-    def _start_next(self) -> None:
+    def _start(self, cursor: Cursor) -> tuple[StepPlan, Pending]:
+        """Begin the batch of the step that starts at the cursor."""
         plan = plan_step(
-            self._planned,
+            cursor,
             self._source.num_samples,
             self._global_batch,
             self._rank,
@@ -170,8 +184,7 @@ class TrainPipeline(Pipeline):
             return random_crops(sides, draws.crops[rows], self._crop_ratio), draws.flips[rows]
 
         request = Request(plan.made, size, place, confined=True, replaces=True, least=size, retouch=retouch)
-        self._ahead.append((plan, self._workshop.start(request)))
-        self._planned = plan.next
+        return plan, self._workshop.start(request)
 
 
 class EvalPipeline(Pipeline):

@@ -13,7 +13,7 @@ from lockstep.comm.straggler import NOTABLE_SHARE, RankTimes, find_straggler, ty
 from lockstep.comm.topology import Topology
 from lockstep.comm.world import World
 from lockstep.engine.timing import Kind
-from lockstep.events import CheckpointSaved, Evaluated, Event
+from lockstep.events import AnchorTaken, CheckpointSaved, Evaluated, Event
 
 TRAINING: tuple[Kind, ...] = ("input", "compute", "communicate")
 
@@ -66,6 +66,7 @@ class Beside:
     startup_s: float = 0.0  # from the start to the first step
     evaluate_s: float = 0.0
     checkpoint_s: float = 0.0
+    anchor_s: float = 0.0
 
 
 class Account:
@@ -85,6 +86,8 @@ class Account:
                 self._beside.evaluate_s += event.seconds
             case CheckpointSaved():
                 self._beside.checkpoint_s += event.seconds
+            case AnchorTaken():
+                self._beside.anchor_s += event.seconds
 
     def note_startup(self, seconds: float) -> None:
         """The first step is about to begin."""

@@ -45,6 +45,7 @@ from lockstep.named import GIVEN
 from lockstep.optim.adamw import AdamW
 from lockstep.optim.average import Average
 from lockstep.optim.groups import describe_parameters, find_half
+from lockstep.optim.halp import Halp
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss import SummedLoss, cross_entropy_sum
@@ -54,6 +55,7 @@ from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
 from lockstep.optim.storage import build_weights, fill_constants, hold_constants, mixed_views
+from lockstep.optim.svrg import Svrg
 from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
@@ -290,6 +292,12 @@ def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
             return Lamb(layout, device, epsilon=optim.lamb_epsilon, **betas, **common)
         case "adamw":
             return AdamW(layout, device, epsilon=optim.adamw_epsilon, **betas, **common)
+        case "svrg":
+            return Svrg(layout, device, weight_decay=optim.weight_decay)
+        case "halp":
+            mu = optim.mu or optim.weight_decay
+            own: dict[str, Any] = {"bits": optim.bits, "mu": mu, "seed": config.train.seed}
+            return Halp(layout, device, weight_decay=optim.weight_decay, **own)
 
 
 def build_loss_scale(config: RunConfig, layout: Layout, device: torch.device) -> LossScale | None:

@@ -18,12 +18,18 @@ from lockstep.engine.checkpoint import Checkpoint, DamagedCheckpoint
 
 MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in every format here
 MAX_RANKS = 1 << 20
-RULES = ("sgd", "lars", "lamb", "adamw")
+RULES = ("sgd", "lars", "lamb", "adamw", "svrg", "halp")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
 CLASSES = "classes"  # the key of their names
 MAX_NAMES_BYTES = 1 << 25  # of all of them, as JSON has them: far less than a manifest may have
-NETWORKS = ("model", "average")  # files that hold a whole network
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+# Formats besides FP32, by file; statistics are those of all ranks.
+ALLOWED = {
+    "model": WHOLE,
+    "average": WHOLE,
+    "optimizer": (torch.int64, torch.int16, torch.int8),
+    "statistics": (torch.int64,),
+}
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -79,11 +85,11 @@ def _check_place(state: Mapping[str, Any]) -> None:
 
 
 def _check_formats(files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Masters, momentum and statistics are FP32 in every precision; batch norm counts in integers, and the buffers of
-    somebody's own network may be of any whole numbers."""
+    """Masters, momentum and statistics are FP32 in every precision; batch norm counts in integers, the buffers of
+    somebody's own network may be of any whole numbers, and so may the offsets of halp."""
     for file, arrays in files.items():
         for name, array in arrays.items():
-            if array.dtype not in ((torch.float32, *WHOLE) if file in NETWORKS else (torch.float32, torch.int64)):
+            if array.dtype not in (torch.float32, *ALLOWED.get(file, ())):
                 raise DamagedCheckpoint(f"{file}.safetensors has {name[:40]} in a format of another program")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
-from lockstep.engine.build import NUM_NOTES, Parts
+from lockstep.engine.build import NUM_NOTES, Parts, share_array
 from lockstep.engine.giving_up import SLOW
 from lockstep.engine.state import list_changing, refresh
 from lockstep.errors import SharedError
@@ -51,7 +51,7 @@ def find_drift(parts: Parts, side: Tensor, world: World) -> str:
             "those machines and go on with --resume."
         )
     for array in list_changing(parts).over_layout.values():
-        world.broadcast(array)
+        share_array(world, array)
     refresh(parts)
     return (
         f"The ranks' weights differed in their last digits (rank {worst}: {spread:.0e} of their norm), as they do on "

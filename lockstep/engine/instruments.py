@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from lockstep.comm.world import World
+from lockstep.data.order import split_batch
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
 from lockstep.engine.energy import Energy
 from lockstep.engine.noise import NoiseScale
-from lockstep.engine.step import split_batch
 from lockstep.engine.timeline import NUM_STEPS, Timeline
 from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
@@ -120,7 +120,8 @@ class Instruments:
                 trust_ratios=_shorten(trust),
             )
         )
-        return self._estimate_noise(squares, norms, batch)
+        # Differences to an anchor have another noise than the gradients that the scale is about.
+        return None if parts.rule.has_anchor else self._estimate_noise(squares, norms, batch)
 
     def _estimate_noise(self, squares: list[torch.Tensor], norms: Norms, batch: Batch) -> float | None:
         """From this rank's squares before the sum and everyone's after it; alone, from those of its first pass."""

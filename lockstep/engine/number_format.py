@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from lockstep.comm.world import World
-from lockstep.config import RunConfig
+from lockstep.config import ANCHORED, RunConfig
 
 TENSOR_CORES = (7, 0)  # from this compute capability on, GPUs multiply FP16 several times as fast as FP32
 
@@ -21,11 +21,15 @@ def settle_format(config: RunConfig, world: World) -> tuple[RunConfig, str]:
     """
     if config.precision.compute != "auto":
         return config, ""
-    can = [format == "fp16" for format in world.gather_values(find_format(world.device))]
+    is_exact = config.optim.name in ANCHORED
+    can = [format == "fp16" and not is_exact for format in world.gather_values(find_format(world.device))]
     precision = config.precision.settle("fp16" if all(can) else "fp32")
     settled = config.model_copy(update={"precision": precision})
     if all(can):
         return settled, "Computing in FP16 with a loss scale, FP32 master weights (precision.compute = auto)."
+    if is_exact and world.device.type == "cuda":
+        why = f"as {config.optim.name} compares gradients at two places near each other"
+        return settled, f"Computing in FP32, {why} (precision.compute = auto)."
     why = "a rank's device has no tensor cores" if any(can) or world.device.type == "cuda" else "on a CPU"
     return settled, f"Computing in FP32, {why} (precision.compute = auto)."
 

@@ -155,8 +155,12 @@ def describe_shape(config: RunConfig, world: World, sources: Sources) -> str:
 
 
 def _is_own(parts: Parts, config: RunConfig) -> bool:
-    """Whether all that a step changes is known: code of the user's may keep more than its arrays."""
-    return getattr(parts.model, "takes_half", False) and config.optim.loss == "cross_entropy" and parts.hybrid is None
+    """Whether all that a step changes is known: code of the user's may keep more than its arrays.
+
+    Rules with an anchor have numbers of their own in their kernel, and are built anew.
+    """
+    is_known = getattr(parts.model, "takes_half", False) and config.optim.loss == "cross_entropy"
+    return is_known and parts.hybrid is None and not parts.rule.has_anchor
 
 
 @torch.no_grad()

@@ -83,6 +83,7 @@ def refresh(parts: Parts) -> None:
     """Bring what is derived up to date after the arrays were changed from outside a step."""
     parts.half_weights.copy_(parts.weights[: parts.layout.split])
     fill_constants(parts.model, parts.constants)
+    parts.rule.refresh()
 
 
 @contextmanager
@@ -110,7 +111,8 @@ def find_infinite(parts: Parts) -> str:
     """Which arrays hold a number that is not finite; empty if none does. Asked once, by one look at the device."""
     changing = list_changing(parts)
     statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
-    arrays = changing.over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
+    over_layout = {name: array for name, array in changing.over_layout.items() if array.is_floating_point()}
+    arrays = over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
     if changing.averaged and changing.averaged[0].numel():
         arrays |= {"average's statistics": changing.averaged[0]}
     # The least and the greatest of an array are finite only if all of it is: a NaN is both.

@@ -77,10 +77,22 @@ def fill_arrays(parts: Parts, changing: "Changing", files: Mapping[str, Arrays])
         else:
             prefix = f"{kind}/"
             own = {n.removeprefix(prefix): array for n, array in files[OPTIMIZER].items() if n.startswith(prefix)}
+            _check_format(kind, flat, own)
         load_named(flat, parts.layout, own)
     _fill_named(changing.statistics | parts.constants, files[MODEL])
     if parts.average and AVERAGE in files:
         _fill_named(split_statistics(parts.model, parts.average.statistics), files[AVERAGE])
+
+
+def _check_format(kind: str, flat: Tensor, own: Mapping[str, Tensor]) -> None:
+    """Refuse whole numbers of other bits: each counts in a unit of its own."""
+    wanted = flat.dtype
+    if other := next((array.dtype for array in own.values() if array.dtype != wanted), None):
+        saved, now = (str(dtype).removeprefix("torch.") for dtype in (other, wanted))
+        raise LockstepError(
+            f"The checkpoint holds the {kind.replace('_', ' ')} as {saved} and this run as {now}; resume with the "
+            "optim.bits that the run was started with."
+        )
 
 
 def _fill_named(places: Mapping[str, Tensor], network: Mapping[str, Tensor]) -> None:

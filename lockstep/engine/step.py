@@ -1,11 +1,12 @@
 """One training step, top to bottom: the spine of the system (steps 6 to 9 on the walk)."""
 
-from collections.abc import Callable, Iterator
-from fractions import Fraction
+from collections.abc import Callable
 
 from torch import Tensor
 
+from lockstep.data.order import split_batch
 from lockstep.data.pipeline import Batch
+from lockstep.engine.anchored import subtract_anchor
 from lockstep.engine.build import Parts
 from lockstep.engine.giving_up import GIVEN_UP, is_given_up, keep_statistics, put_statistics
 from lockstep.optim.loss import count_correct
@@ -52,6 +53,8 @@ def run_passes(parts: Parts, images: Tensor, labels: Tensor, global_size: int, a
     reducer, scale = parts.reducer, parts.loss_scale
     reducer.begin()
     reducer.side[: len(parts.note)] = parts.note
+    if parts.rule.has_anchor:
+        subtract_anchor(parts, images, labels, global_size)
     for part, is_last in split_batch(len(labels), parts.max_batch_per_rank):
         if asked and asked():
             reducer.side[GIVEN_UP] = 1
@@ -73,10 +76,3 @@ def update_weights(parts: Parts) -> None:
     parts.rule.step(parts.weights, parts.reducer.gradients, parts.lr, parts.half_weights, parts.loss_scale)
     if parts.average:
         parts.average.follow(parts.rule.count, parts.loss_scale)
-
-
-def split_batch(count: int, size: int | Fraction) -> Iterator[tuple[slice, bool]]:
-    """`count` samples in ⌈count / size⌉ passes that differ by at most one; nothing for an empty batch."""
-    num_passes = -(-count // size)
-    for index in range(num_passes):
-        yield slice(count * index // num_passes, count * (index + 1) // num_passes), index == num_passes - 1

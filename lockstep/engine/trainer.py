@@ -20,6 +20,7 @@ from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
 from lockstep.engine.account import Account, forget_peak, read_peak
+from lockstep.engine.anchor_pass import Anchors, build_anchors
 from lockstep.engine.apply import Step
 from lockstep.engine.averaged import describe_evaluation, evaluate_both
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
@@ -112,6 +113,7 @@ class Trainer:
         self.is_compared = False  # whether the step at hand carries the checksums of all ranks' weights
         self.evaluation: EvalPipeline  # from the start of `run` to its end
         self.instruments: Instruments  # likewise
+        self.anchors: Anchors | None = None  # of rules that have them
         self.input = InputReport(world, sink)
         self.snapshots = Snapshots(folder, world, config.train.snapshot_share)
         self.unsaved = ""  # why the last checkpoint could not be written
@@ -149,6 +151,8 @@ class Trainer:
     def _train(self, start: float) -> Status:
         chosen = self._choose_plan()
         step = self._apply(chosen)
+        num_samples, is_recorded = self.sources.train.num_samples, chosen.plan.execution.recorded
+        self.anchors = build_anchors(self.config, self.parts, self.world, num_samples, is_recorded, self._warn)
         with (
             build_train_pipeline(
                 self.config, self.world, self.sources.train, self.state.cursor, chosen.plan.input, self.kept.shelf
@@ -209,6 +213,8 @@ class Trainer:
         parts.note[SLOW].fill_(self.is_slow)
         clock.take()
         while not self._is_last:
+            if self.anchors and self.anchors.is_due(state.step) and not self._take_anchor(self.anchors, pipeline):
+                return "interrupted"
             self.instruments.begin_step(state.step + 1)
             batch = next(pipeline)
             clock.mark("input")
@@ -250,6 +256,17 @@ class Trainer:
             self._log(self.parts.schedule.lr_at(self.state.step - 1), batch)
         if self.state.step:
             self._save()
+
+    def _take_anchor(self, anchors: Anchors, pipeline: TrainPipeline) -> bool:
+        """Pass over the epoch for the full gradient; False if the run is to stop, and whoever goes on will do it."""
+        epoch = self.state.cursor.epoch
+        taken = anchors.take(pipeline.pass_over(epoch), self.state.step, epoch, self._is_asked)
+        self.parts.clock.mark("other")
+        if taken:
+            self._emit(taken)
+        elif self.state.step:
+            self._save()
+        return taken is not None
 
     @property
     def _is_last(self) -> bool:

@@ -6,7 +6,7 @@ cast the gradients to FP32, unscale, clip, update slot by slot, and put everythi
 """
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,7 @@ class Segments:
 class Rule(ABC):
     """An update rule and its state."""
 
+    has_anchor: ClassVar[bool] = False  # whether gradients are differences to those at an anchor: see `svrg.py`
     weight_decay: float
 
     def __init__(
@@ -246,6 +247,10 @@ class Rule(ABC):
     @step_count.setter
     def step_count(self, count: int) -> None:
         self.count.fill_(count)
+
+    def refresh(self) -> None:
+        """Bring what is derived up to date after the state arrays were changed from outside a step; usually nothing."""
+        return
 
     def state(self) -> dict[str, Tensor]:
         """The flat state arrays by name, not copied: with `step_count`, all that a rule remembers."""

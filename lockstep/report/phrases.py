@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.events import (
+    AnchorTaken,
     CheckpointSaved,
     EpochDone,
     Evaluated,
@@ -81,6 +82,11 @@ def _describe_line(event: Event) -> str:
                 f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}"
                 f"{'' if event.average_top1 is None else f', averaged weights {percent(event.average_top1)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
+            )
+        case AnchorTaken():
+            return (
+                f"anchor at step {event.step:,}: loss {event.loss:.4g}, full gradient {event.gradient_norm:.4g}  "
+                f"({event.samples:,} samples in {event.seconds:.1f} s)"
             )
         case CheckpointSaved():
             return f"checkpoint at step {event.step:,}  ({size(event.bytes)} in {event.seconds:.1f} s)"

@@ -1,6 +1,7 @@
 """How long a run still takes, from its records: the steps, evaluations and checkpoints that are left."""
 
-from lockstep.events import CheckpointSaved, Evaluated, Event, RunStarted, StepDone
+from lockstep.config import ANCHORED
+from lockstep.events import AnchorTaken, CheckpointSaved, Evaluated, Event, RunStarted, StepDone
 from lockstep.recipe_values import Duration
 
 # Weight of the newest record in the running mean of the step time: follows a change within a few records.
@@ -17,10 +18,15 @@ class TimeLeft:
         self._start = start
         self._eval_every = Duration.parse(train["eval_every"]).steps(start.steps_per_epoch)
         self._checkpoint_every = Duration.parse(train["checkpoint_every"]).steps(start.steps_per_epoch)
+        optim = start.config.get("optim", {})
+        has_anchors = optim.get("name") in ANCHORED
+        every = Duration.parse(optim["anchor_every"]).steps(start.steps_per_epoch) if has_anchors else 0
+        self._anchor_every = max(1, every)
         self._step = start.start_step
         self._step_s = 0.0
         self._eval_s = 0.0
         self._checkpoint_s = 0.0
+        self._anchor_s = 0.0
 
     def emit(self, event: Event) -> None:
         match event:
@@ -33,6 +39,8 @@ class TimeLeft:
                 self._step, self._eval_s = event.step, event.seconds
             case CheckpointSaved():
                 self._step, self._checkpoint_s = event.step, event.seconds
+            case AnchorTaken():
+                self._step, self._anchor_s = event.step, event.seconds
 
     def seconds(self) -> float:
         """Seconds to the end as of the last record; 0 before the first step told how long a step takes."""
@@ -40,6 +48,7 @@ class TimeLeft:
             (self._start.steps_total - self._step) * self._step_s
             + self._count_left(self._eval_every) * self._eval_s
             + self._count_left(self._checkpoint_every) * self._checkpoint_s
+            + (self._start.steps_total - self._step) // self._anchor_every * self._anchor_s
         )
 
     def _count_left(self, every: int) -> int:

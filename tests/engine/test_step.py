@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep.config import RunConfig, TrainConfig
-from lockstep.data.order import Cursor, share
+from lockstep.data.order import Cursor, share, split_batch
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts, assemble
 from lockstep.engine.passes import check_shares, plan_passes
-from lockstep.engine.step import CORRECT, LOSS, STOP, split_batch, train_step
+from lockstep.engine.step import CORRECT, LOSS, STOP, train_step
 from lockstep.errors import LockstepError
 from lockstep.optim.schedule import Schedule
 from tests.ranks import world_of_one

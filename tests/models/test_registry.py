@@ -22,7 +22,7 @@ def build_flat(num_classes: int, *, image_size: int, hidden: int = 8) -> nn.Modu
 
 
 def test_all_networks_and_their_settings_are_known() -> None:
-    names = ["alexnet", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+    names = ["alexnet", "linear", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     assert sorted(list_networks()) == sorted(names)
     assert list(find_network("resnet50").settings) == ["stem", "width", "zero_init_residual"]
     assert list(find_network("alexnet").settings) == ["batch_norm", "pool5_batch_norm", "dropout"]
