@@ -25,9 +25,14 @@ from tests.ranks import context
 
 
 class Forked:
-    """A process as `subprocess.Popen` would show it, as far as tests ask."""
+    """A process as `subprocess.Popen` would show it, as far as tests ask.
 
-    def __init__(self, arguments: Sequence[str], cwd: Path | None, environment: dict[str, str]) -> None:
+    It is `python -m lockstep ARGUMENTS`, or where there is `code`, `python -c CODE ARGUMENTS`.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path | None, environment: dict[str, str], code: str | None = None
+    ) -> None:
         self.args = list(arguments)
         self.returncode: int | None = None
         self._output: dict[str, str] = {}
@@ -35,14 +40,14 @@ class Forked:
         ends = [os.pipe() for _ in range(3)]  # standard output, standard error, and the word that it has begun
         self._process = context.Process(
             target=_become,
-            args=(_Handles([writer for _, writer in ends]), self.args, str(cwd or Path.cwd()), environment),
+            args=(_Handles([writer for _, writer in ends]), self.args, str(cwd or Path.cwd()), environment, code),
             daemon=True,  # whatever a test that failed has left is ended with the tests
         )
         self._process.start()
         for _, writer in ends:
             os.close(writer)
         out, err, ready = (reader for reader, _ in ends)
-        self.stdout, self.stderr = open(out, encoding="utf-8"), open(err, encoding="utf-8")
+        self.stdout, self.stderr = os.fdopen(out, encoding="utf-8"), os.fdopen(err, encoding="utf-8")
         with open(ready, "rb") as word:
             word.read()
         assert self._process.pid is not None
@@ -102,27 +107,32 @@ def _take(*handles: Any) -> list[int]:
     return [handle.detach() for handle in handles]
 
 
-def _become(handles: list[int], arguments: list[str], cwd: str, environment: dict[str, str]) -> NoReturn:
-    """Be what `python -m lockstep ARGUMENTS` is, to the end."""
+def _become(
+    handles: list[int], arguments: list[str], cwd: str, environment: dict[str, str], code: str | None
+) -> NoReturn:
+    """Be what a program in an interpreter of its own is, to the end."""
     out, err, ready = handles
     os.setsid()
     os.chdir(cwd)
     for source, target in ((out, 1), (err, 2)):
         os.dup2(source, target)
         os.close(source)
-    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding="utf-8")
-    sys.stderr = io.TextIOWrapper(open(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), encoding="utf-8")
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), "utf-8", "backslashreplace", line_buffering=True)
     os.environ.clear()
     os.environ.update(environment)
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.path.insert(0, cwd)
-    sys.argv = ["lockstep", *arguments]
+    sys.argv = ["lockstep" if code is None else "-c", *arguments]
     os.close(ready)
     status = 0
     try:
-        runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+        if code is None:
+            runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+        else:
+            exec(code, {"__name__": "__main__"})
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
