@@ -10,6 +10,10 @@ from hypothesis import settings
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
+# Before torch is loaded: a thread that waits for the others of its pool sleeps. Spinning, as they do otherwise, the
+# threads of several ranks and workers take the cores from whoever they wait for, and a step takes seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.markexpr = config.option.markexpr or "not gpu"

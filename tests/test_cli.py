@@ -196,7 +196,7 @@ def test_a_disk_that_takes_no_checkpoint_costs_the_checkpoint_and_not_the_run(im
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
     try:
-        process = commands.start(
+        process = commands.start_new(
             "train", "quickstart", "--ranks=2", f"--out={run}", *[f"--set={s}" for s in tiny_settings(images)]
         )
     finally:
@@ -318,7 +318,7 @@ def test_a_disk_that_is_full_while_packing_is_one_sentence_and_packing_goes_on_l
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        process = commands.start(*arguments)
+        process = commands.start_new(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written (File too large)" in refuse(commands.finish(process))

@@ -42,7 +42,7 @@ def test_a_second_signal_ends_a_process_stuck_in_a_read(number: signal.Signals) 
     with pytest.raises(subprocess.TimeoutExpired):  # the first one is only noted
         process.wait(2 * APART_S)
     process.send_signal(number)
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert err == "lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.\n"
 
@@ -87,11 +87,11 @@ def test_a_second_control_c_ends_launcher_and_ranks_though_one_is_stuck(tmp_path
     time.sleep(2 * APART_S)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    status, out, err = commands.finish(process, timeout_s=10)
+    status, out, err = commands.finish(process, timeout_s=60)
     assert status == 130
     assert "stopped at once" in err
     assert "Traceback" not in out + err
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < end
         time.sleep(0.02)

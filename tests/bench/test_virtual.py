@@ -124,7 +124,7 @@ def test_every_rank_is_a_process_that_knows_its_place(tmp_path: Path, pretend: b
     with VirtualCluster(2, 3, pretend=pretend) as cluster:
         processes = cluster.start(["sh", "-c", WRITE_VARIABLES], {"FOLDER": str(tmp_path), "EXTRA": "more"})
         assert len({process.pid for process in processes}) == 6
-        cluster.wait(processes, timeout_s=20)
+        cluster.wait(processes, timeout_s=60)
     found = {int(file.name): file.read_text().split() for file in tmp_path.iterdir()}
     assert found == {rank: [str(rank), "6", str(rank % 3), "3", str(rank // 3), "1", "more"] for rank in range(6)}
 
@@ -137,7 +137,7 @@ def test_one_process_in_each_node_becomes_its_ranks(tmp_path: Path) -> None:
     )
     with VirtualCluster(2, 3, pretend=True) as cluster:
         environment = {"FOLDER": str(tmp_path), "PYTHONPATH": ROOT}
-        cluster.wait(cluster.start([sys.executable, "-c", program], environment, one_per_node=True), timeout_s=20)
+        cluster.wait(cluster.start([sys.executable, "-c", program], environment, one_per_node=True), timeout_s=60)
     found = {int(file.name): int(file.read_text()) for file in tmp_path.iterdir()}
     assert found == {rank: rank % 3 for rank in range(6)}
 
@@ -177,7 +177,7 @@ def test_an_owner_that_is_told_to_stop_has_cleaned_up_when_it_ends(number: signa
     owner, name, watcher, ranks = start_owner()
     assert name in namespaces()
     owner.send_signal(number)
-    assert owner.wait(10) != 0
+    assert owner.wait(60) != 0
     assert name not in namespaces()
     assert not any(is_running(pid) for pid in (watcher, *ranks))
 
@@ -217,7 +217,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named() -> None:
     with VirtualCluster(2, 2, pretend=True) as cluster:
         processes = cluster.start(["sh", "-c", 'test "$RANK" = 2 && exit 3; sleep 120'])
         with pytest.raises(LockstepError, match=r"Rank 2 on node 1 .* status 3"):
-            cluster.wait(processes, timeout_s=20)
+            cluster.wait(processes, timeout_s=60)
         assert wait_until(lambda: all(process.poll() is not None for process in processes))
 
 
@@ -240,7 +240,7 @@ def test_without_the_programs_nodes_are_pretended_and_one_sentence_says_so(
         assert len(cluster.notices) == 1
         assert "needs the program ip" in cluster.notices[0]
         assert "pretend" in cluster.notices[0]
-        cluster.wait(cluster.start([shell, "-c", WRITE_VARIABLES], {"FOLDER": str(tmp_path)}), timeout_s=20)
+        cluster.wait(cluster.start([shell, "-c", WRITE_VARIABLES], {"FOLDER": str(tmp_path)}), timeout_s=60)
         assert cluster.notices[0] in cluster.describe()
     assert [(tmp_path / str(rank)).read_text().split()[4] for rank in range(2)] == ["0", "1"]
 

@@ -90,7 +90,7 @@ def agree(places: list[Place], store: HashStore, **options: str) -> list[Agreeme
     def ask(rank: int) -> None:
         asked, secret = options.get("asked", "auto"), Seal(options.get("secret", ""))
         try:
-            heard[rank] = take_census(store, rank, len(places), places[rank], asked=asked, seal=secret, timeout_s=10)
+            heard[rank] = take_census(store, rank, len(places), places[rank], asked=asked, seal=secret, timeout_s=60)
         except LockstepError as error:
             heard[rank] = str(error)
 
@@ -98,7 +98,7 @@ def agree(places: list[Place], store: HashStore, **options: str) -> list[Agreeme
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(90)
     return [heard[rank] for rank in range(len(places))]
 
 

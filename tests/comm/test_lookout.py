@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -15,6 +14,7 @@ from lockstep.comm import lookout as module
 from lockstep.comm import pulse as pulses
 from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse
+from tests.engine.forked import Forked
 from tests.ranks import find_port
 
 
@@ -97,7 +97,7 @@ def test_a_rank_whose_process_has_ended_is_found_long_before_patience_ends() -> 
     scene.pulses[2].close()
     process.kill()
     process.wait()
-    scene.wait_for(2, timeout_s=5)
+    scene.wait_for(2, timeout_s=15)
     assert {lost.rank for lost in scene.found.values() if lost} == {2}
     scene.close()
 
@@ -131,7 +131,7 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 with join_world(Membership(rank, 2, rank, 2, "127.0.0.1", port), backend="gloo", timeout_s=60) as world:
     world.pulse.note(4, 1)
     object.__setattr__(world, "device", type("Device", (), {"type": "cuda"}))
-    with run.watch_ranks(world, 60):
+    with run.watch_ranks(world, 12):
         print("ready", flush=True)
         time.sleep(600)  # as in a call to the driver that does not return
 """
@@ -140,24 +140,13 @@ with join_world(Membership(rank, 2, rank, 2, "127.0.0.1", port), backend="gloo",
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_waits_for_a_killed_one_says_who_is_lost_and_ends(victim: int) -> None:
     port = find_port()
-    root = str(Path(__file__).parents[2])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(port)],
-            env=os.environ | {"PYTHONPATH": root},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    ranks = [Forked([str(rank), str(port)], None, dict(os.environ), RANK) for rank in range(2)]
     try:
         for rank in ranks:
-            assert rank.stdout is not None
             assert rank.stdout.readline() == "ready\n"
         time.sleep(1.5)  # for a beat that tells how far it is
         ranks[victim].send_signal(signal.SIGKILL)
-        _, err = ranks[1 - victim].communicate(timeout=40)
+        _, err = ranks[1 - victim].communicate(timeout=90)
     finally:
         for rank in ranks:
             rank.kill()

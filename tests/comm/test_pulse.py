@@ -191,7 +191,7 @@ def test_whoever_keeps_the_store_leaves_after_all_others(pulses: list[Pulse]) ->
     keeper.join(0.3)
     assert keeper.is_alive()
     pulses[2].leave()
-    keeper.join(5)
+    keeper.join(60)
     assert not keeper.is_alive()
 
 

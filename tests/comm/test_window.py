@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.comm import window as module
 from lockstep.comm.allreduce import ALGORITHMS, build_groups
@@ -90,18 +91,22 @@ def test_where_one_node_cannot_share_memory_no_node_does() -> None:
 
 
 def lose_a_rank(world: World, how: str) -> str:
-    window = open_window(((0, 1, 2),), world.rank, 2.0 if how == "late" else 60)
+    window = open_window(((0, 1, 2),), world.rank, 60)
     assert window is not None
+    for line in window._lines if how == "late" else ():
+        line.settimeout(1.0)
     if world.rank == 1:
         if how == "gone":
             window.close()
         else:
-            time.sleep(6)
+            dist.barrier()  # by when the others have given it up
         return ""
     with pytest.raises(RuntimeError) as caught:
         window._meet()
     if how == "gone":
         window.close()  # as a rank's end would
+    else:
+        dist.barrier()
     return str(caught.value)
 
 

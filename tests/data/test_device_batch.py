@@ -183,7 +183,7 @@ def test_processes_that_do_not_answer_do_not_keep_a_run_from_ending(monkeypatch:
     pipeline._start_next()
     closing = threading.Thread(target=pipeline.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(60)
     assert not closing.is_alive()
 
 

@@ -94,7 +94,7 @@ def test_two_builders_at_once_both_get_the_complete_set(tmp_path: Path) -> None:
 
     def wait_for_other(done: int, total: int) -> None:
         if done == total:
-            barrier.wait(10)  # both have written everything before either renames
+            barrier.wait(60)  # both have written everything before either renames
 
     builders = [
         threading.Thread(target=lambda: built.append(build_generated(tmp_path, 20, 10, wait_for_other)))

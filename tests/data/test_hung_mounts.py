@@ -133,7 +133,7 @@ def test_an_interrupted_user_does_not_wait_for_the_mount(tmp_path: Path) -> None
         command = start(60.0, "data", "info", str(tmp_path))
         wait_until_looking(command.pid)
         command.send_signal(signal.SIGINT)
-        _, error = command.communicate(timeout=10)
+        _, error = command.communicate(timeout=40)  # less than the mount would take
     assert command.returncode == 130
     assert "Traceback" not in error
 

@@ -158,7 +158,7 @@ def test_one_thread_at_a_time_reads_unless_told_otherwise(is_safe: bool) -> None
                 inside += 1
                 most = max(most, inside)
             if is_safe:
-                both.wait(10)  # which nobody passes alone
+                both.wait(60)  # which nobody passes alone
             else:
                 time.sleep(0.02)
             with lock:

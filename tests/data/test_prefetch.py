@@ -117,7 +117,7 @@ def test_no_row_waits_for_somebody_who_is_never_woken(known: int, helps: bool) -
     prefetcher.balance.helps = helps
     for _ in range(3):
         batch = prefetcher.start(request(80))
-        batch.done.result(timeout=20)
+        batch.done.result(timeout=60)
         assert sorted(batch.making.filled + batch.making.by_nvjpeg) == list(range(80))
     prefetcher.close()
 
@@ -127,7 +127,7 @@ def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     gate = threading.Event()
 
     def wait(making: Making, rows: Rows) -> Rows:
-        gate.wait(20)
+        gate.wait(60)
         return by_nvjpeg(making, rows)[:0]
 
     prefetcher = Prefetcher(Recorder(), 2, wait)
@@ -154,7 +154,7 @@ def test_leftovers_come_before_later_batches() -> None:
 
     class Slow(Recording):
         def fill(self, rows: Rows) -> Rows:
-            gate.wait(20)
+            gate.wait(60)
             order.append(len(self.request.samples))
             return super().fill(rows)
 

@@ -62,7 +62,7 @@ def test_a_thread_with_the_number_of_one_given_up_before_goes_on_working() -> No
             raise GivenUp
 
         pool.submit(hang)
-        assert begun.wait(10)
+        assert begun.wait(60)
         assert pool.give_up(numbers[-1])
         gate.set()
         wait_until(lambda: count("test-again") == 1)
@@ -215,4 +215,4 @@ def test_a_look_that_stands_still_is_a_sentence_and_its_thread_goes_no_further()
     with pytest.raises(LockstepError, match=r"^/far/train does not answer within 0\.1 s; see whether its disk does\.$"):
         look(hang, 0.1)
     released.set()
-    assert ended.wait(10)
+    assert ended.wait(60)

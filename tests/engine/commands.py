@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from lockstep.bench.shared_gpu import describe_rank
 from lockstep.engine import template
 from lockstep.events import Event, StepDone, read_events
+from tests.engine.forked import Forked
 from tests.ranks import Backend
 
 ROOT = Path(__file__).parents[2]  # of the source tree
@@ -23,6 +25,14 @@ ROOT = Path(__file__).parents[2]  # of the source tree
 
 def start(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
     """`lockstep ARGUMENTS` in a process group of its own."""
+    is_interpreters = any(name.startswith("PYTHON") for name in environment)
+    if is_interpreters or os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # a fork may not have what CUDA was used in
+        return start_new(*arguments, cwd=cwd, **environment)
+    return cast("subprocess.Popen[str]", Forked(arguments, cwd, os.environ | {"PYTHONPATH": str(ROOT)} | environment))
+
+
+def start_new(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
+    """The same in an interpreter of its own, with the limits of this process."""
     return _start([sys.executable, "-m", "lockstep", *arguments], cwd, environment)
 
 

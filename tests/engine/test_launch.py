@@ -238,7 +238,7 @@ def test_ranks_that_are_lost_after_the_last_step_leave_a_finished_run(images: Pa
 
 def start_node(name: str, port: int, arguments: list[str]) -> "subprocess.Popen[str]":
     """torchrun's agent as on a node of its own, with one rank; node "a" is where they meet."""
-    rendezvous = f"last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4,is_host={int(name == 'a')}"
+    rendezvous = f"last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,is_host={int(name == 'a')}"
     elastic = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9", "--monitor-interval=0.1", "--rdzv-id=test"]
     place = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     return subprocess.Popen(
@@ -266,7 +266,7 @@ def start_node(name: str, port: int, arguments: list[str]) -> "subprocess.Popen[
 def test_a_node_that_leaves_is_done_without_and_taken_in_again_when_it_comes_back(images: Path, tmp_path: Path) -> None:
     """The second of two nodes is killed with its rank, and started again later."""
     folder, port = tmp_path / "run", find_port()
-    endless = arguments(images, "train.duration=9000ep", "comm.timeout_s=30", "train.eval_every=0st")
+    endless = arguments(images, "train.duration=9000ep", "comm.timeout_s=20", "train.eval_every=0st")
 
     def list_epochs() -> list[EpochDone]:
         return [event for event in commands.events(folder) if isinstance(event, EpochDone)]

@@ -27,7 +27,7 @@ def start_endless(images: Path, folder: Path, num_ranks: int) -> "subprocess.Pop
     return process
 
 
-def wait_until_gone(pids: list[int], limit_s: float) -> None:
+def wait_until_gone(pids: list[int], limit_s: float = 60) -> None:
     end = time.monotonic() + limit_s
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < end, f"still there: {pids}"
@@ -40,7 +40,7 @@ def test_ranks_end_with_a_killed_launcher_and_leave_the_folder_free(images: Path
     assert len(ranks) == 2
     process.kill()
     process.wait()
-    wait_until_gone(ranks, 5)
+    wait_until_gone(ranks)
     check_unowned(tmp_path / "run")
     process.communicate()
 
@@ -153,7 +153,7 @@ def test_a_rank_follows_torchrun_and_srun_but_not_a_shell(name: str, follows: bo
     starter.kill()
     starter.wait()
     if follows:
-        wait_until_gone([rank], 5)
+        wait_until_gone([rank])
     else:
         time.sleep(0.3)
         os.kill(rank, signal.SIGKILL)  # it is still there

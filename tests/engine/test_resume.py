@@ -174,18 +174,25 @@ def train_and_stop(world: World, images: Path, folder: Path, stop_at: int, how: 
         parts.hybrid.close()
 
 
+@pytest.fixture(scope="module")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_ranks(train_and_stop, 2, images, folder, 0, "") == ["finished"] * 2
+    return folder
+
+
 @pytest.mark.parametrize("stop_at", [4, 7])  # where no checkpoint is due; evaluations come after 5 and 10
 @pytest.mark.parametrize("how", ["asked", "killed"])
 def test_every_later_checkpoint_is_bit_identical_however_the_run_was_ended(
-    images: Path, tmp_path: Path, how: str, stop_at: int
+    images: Path, whole: Path, tmp_path: Path, how: str, stop_at: int
 ) -> None:
-    assert run_ranks(train_and_stop, 2, images, tmp_path / "whole", 0, "") == ["finished"] * 2
     first = run_ranks(train_and_stop, 2, images, tmp_path / "broken", stop_at, how)
     assert first == [{"asked": "interrupted", "killed": "killed"}[how]] * 2
     assert (tmp_path / "broken" / "checkpoints" / f"step-{stop_at:08d}").exists() == (how == "asked")
     assert run_ranks(train_and_stop, 2, images, tmp_path / "broken", 0, "") == ["finished"] * 2
     for step in (3, 6, 9, 12, 13):
-        expected, found = (checkpoint_arrays(tmp_path / name, step) for name in ("whole", "broken"))
+        expected, found = (checkpoint_arrays(folder, step) for folder in (whole, tmp_path / "broken"))
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[name], found[name]) for name in expected), step
 
@@ -218,7 +225,7 @@ def test_a_stopped_rank_ends_the_run_once_the_time_is_up_and_is_named(images: Pa
         "quickstart",
         "--ranks=3",
         f"--out={folder}",
-        *settings(images, "train.duration=4000ep", "comm.timeout_s=15"),
+        *settings(images, "train.duration=4000ep", "comm.timeout_s=10"),
     )
     commands.wait_for_step(folder, 2, process)
     ranks = commands.list_children(process.pid)

@@ -174,7 +174,7 @@ def test_ranks_and_template_end_with_a_killed_launcher() -> None:
     (pids,) = [json.loads(line) for line in lines if line.startswith("[")]
     process.kill()
     process.wait()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while any(_is_running(pid) for pid in pids):
         assert time.monotonic() < end, "somebody outlives the launcher"
         time.sleep(0.02)

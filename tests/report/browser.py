@@ -127,7 +127,7 @@ def open_browser(folder: Path) -> Iterator[Page]:
     finally:
         process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -138,7 +138,7 @@ def open_browser(folder: Path) -> Iterator[Page]:
 def _find_tab(address: str) -> str:
     import urllib.request
 
-    end_s = time.monotonic() + 20
+    end_s = time.monotonic() + 90
     while time.monotonic() < end_s:
         with urllib.request.urlopen(f"http://{address}/json/list", timeout=10) as answer:
             tabs = json.load(answer)

@@ -198,7 +198,7 @@ def test_a_run_is_watched_while_it_goes_on(page: Page, tmp_path: Path) -> None:
         assert page.run(FAULTS) == []
         page.send("Page.navigate", url="about:blank")
         process.send_signal(signal.SIGINT)
-        status, out, err = commands.finish(process, timeout_s=20)
+        status, out, err = commands.finish(process, timeout_s=90)
         assert (status, err) == (0, "")
         assert out.strip() == ""
     finally:

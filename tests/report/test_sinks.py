@@ -79,7 +79,7 @@ def test_a_viewer_that_fails_costs_one_notice(tmp_path: Path) -> None:
 
     ear = Ear()
     viewer = Behind("wandb", fail)
-    viewer._thread.join(5)
+    viewer._thread.join(60)
     sink = RunSink(tmp_path, ear, [viewer])
     for event in first_part():
         sink.emit(event)
