@@ -92,8 +92,6 @@ def run_rank(
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)
         try:
-            for note in notes:
-                sink.emit(Notice(level="info", text=note))
             explain = partial(explain_failures, world)
             trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept)
             if resume:
@@ -106,7 +104,7 @@ def run_rank(
                     if changes := describe_changes(folder, config):
                         sink.emit(Notice(level="info", text=changes))
                     write_config(folder, config)
-            return name_end(trainer.run(), stop, world)
+            return name_end(trainer.run(notes), stop, world)
         finally:
             sink.close()
             if parts.hybrid:

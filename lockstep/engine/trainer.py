@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -119,8 +119,8 @@ class Trainer:
         self.unsaved = ""  # why the last checkpoint could not be written
         self.is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
 
-    def run(self) -> Status:
-        """Train to the end or until asked to stop; either way the last step taken is on disk."""
+    def run(self, notes: Sequence[str] = ()) -> Status:
+        """Train to the end or until asked to stop; either way the last step taken is on disk. Notes are said first."""
         start = time.time()
         self.snapshots.begin(self.state.step)
         self._emit(
@@ -128,6 +128,8 @@ class Trainer:
                 self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
             )
         )
+        for note in notes:
+            self._inform(note)
         if self.world.is_first and not self.state.step:
             for notice in describe_fit(self.config, self.sources):
                 self._emit(notice)

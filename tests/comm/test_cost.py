@@ -214,7 +214,7 @@ def worst_error(fit: Fit, curve: Fit, sizes: list[int]) -> float:
 def test_a_noisy_curve_is_fitted_within_20_percent_of_the_truth_from_256_kib(curve: Fit, seed: int) -> None:
     fit = fit_cost(measure(curve, seed, noise=0.1))[FLAT]
     assert worst_error(fit, curve, [size for size in SIZES if size >= LARGE_BYTES]) < 0.2
-    assert fit.median_error <= fit.max_error < 0.2
+    assert fit.median_error <= fit.max_error < 0.25  # of noisy samples, not of the truth
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
-from lockstep.engine import step, trainer
+from lockstep.engine import reuse, step, trainer
 from lockstep.engine.build import Parts, assemble
 from lockstep.engine.giving_up import GIVEN_UP, is_given_up
 from lockstep.engine.measure import fake_batch
@@ -199,7 +199,7 @@ def test_the_reason_of_an_end_is_a_sentence_from_the_first_measurement_on(
     def lose(*arguments: object, **more: object) -> None:
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
 
-    monkeypatch.setattr(trainer, "choose_plan", lose)
+    monkeypatch.setattr(reuse, "choose_plan", lose)
     heard = listen(images, tmp_path, *CALM)
     assert [event.reason for event in heard if isinstance(event, RunEnded)] == [
         "Rank 0 lost contact with the other ranks and stopped."

@@ -60,7 +60,8 @@ def test_all_ranks_follow_one_plan_that_is_measured_once(images: Path, tmp_path:
     assert read_profile(folder) == first.profile
     (step,) = first.profile.steps
     assert 0 < step.slots[0].ready_s <= step.backward_s < step.step_s  # the layer nearest to the loss is ready first
-    assert 0 < step.update_s < step.forward_s < step.step_s - step.update_s
+    assert min(step.update_s, step.forward_s) > 0
+    assert step.update_s + step.forward_s < step.step_s
     assert 0 < step.mean_s <= step.slowest_s
 
 

@@ -126,8 +126,10 @@ def check_end(run: Run, outcomes: list[tuple[int, str]], expected: dict[str, tor
         assert "Traceback" not in words
         assert "frame #" not in words
         if status:
-            assert words.startswith("lockstep: ")
-            assert len(words.strip().splitlines()) == 1, words
+            # Gloo's own log, which no setting of ours reaches once torch is there, may come before it.
+            lines = [line for line in words.strip().splitlines() if not line.startswith(("[E", "[W"))]
+            assert len(lines) == 1, words
+            assert lines[0].startswith("lockstep: ")
 
 
 @pytest.mark.parametrize(("way", "when"), [("store", "early"), ("store", "late"), ("garbage", "early")])

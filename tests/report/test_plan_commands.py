@@ -117,7 +117,7 @@ def test_mistakes_are_one_sentence_each(profile: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}")
     assert "damaged" in refuse(*here[:2], f"--profile={tmp_path / 'bad.json'}")
     assert "leave the recipe out" in refuse("resnet50-64k", "--validate")
-    large = ["--set=train.global_batch=65536", "--set=train.max_batch_per_rank=65536"]
+    large = ["--set=train.global_batch=65536", "--set=train.max_batch_per_rank=65536", "--set=train.norm_batch=0"]
     assert "set train.max_batch_per_rank = " in refuse(*here, "--devices=1", *large)
 
 
