@@ -17,7 +17,7 @@ from lockstep.cli import app
 from lockstep.errors import Diverged, LockstepError
 from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
-from lockstep.recipes.trials import MOST_TRIALS, plan_trials, spread
+from lockstep.recipes.trials import MOST_TRIALS, draw, plan_trials, spread
 from lockstep.report.sweep_rows import find_places
 from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results
 
@@ -85,6 +85,8 @@ def test_a_range_ends_where_it_says() -> None:
     assert Range(log=(0.01, 100.0)).at(0.5) == pytest.approx(1.0, rel=1e-3)
     assert Range(uniform=(1.0, 3.0)).at(0.25) == 1.5
     assert [Range(choice=["a", "b"]).at(share) for share in (0.0, 0.499, 0.5, 0.999)] == ["a", "a", "b", "b"]
+    turns = {"optim.mu": Range(choice=[1.0, 10.0, 100.0])}
+    assert [draw(0, number, turns)["optim.mu"] for number in range(4)] == [1.0, 10.0, 100.0, 1.0]
 
 
 @pytest.mark.parametrize(

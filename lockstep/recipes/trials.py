@@ -11,7 +11,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import LockstepError
 from lockstep.recipe_values import show
 from lockstep.recipes.read import load_recipe, write_setting
-from lockstep.recipes.sweep_file import RANKS, Cell, SweepFile
+from lockstep.recipes.sweep_file import RANKS, Cell, Range, SweepFile
 
 MOST_TRIALS = 5000  # of a sweep: more than a machine takes in a week
 # Trials that no sweep file sets: one is short, and hundreds of checkpoints fill a disk.
@@ -102,9 +102,9 @@ def _list_trials(sweep: SweepFile, cell: Cell, recipe: str, overrides: Sequence[
         point = dict(zip(sweep.grid, values, strict=True))
         fixed = {**USUAL, **sweep.set, **cell.set, **point}
         for number in range(_count_draws(sweep, cell)):
-            shares = spread(sweep.draw_seed, number, list(ranges))
-            drawn = {key: ranges[key].at(share) for key, share in shares.items()}
-            yield from _build(sweep, cell, recipe, overrides, point, fixed, drawn, number)
+            yield from _build(
+                sweep, cell, recipe, overrides, point, fixed, draw(sweep.draw_seed, number, ranges), number
+            )
 
 
 def _build(
@@ -154,6 +154,15 @@ def _scale(scales: Mapping[str, Any], config: RunConfig) -> dict[str, float]:
             raise LockstepError(f"scale has {key[:100]}, and must name settings that are numbers, such as optim.lr.")
         found[key] = float(f"{value * (config.train.global_batch / scale.at) ** scale.power:.6g}")
     return found
+
+
+def draw(seed: int, number: int, ranges: Mapping[str, Range]) -> dict[str, Any]:
+    """A value out of every range; a single choice has its values in turn."""
+    if len(ranges) == 1:
+        ((key, only),) = ranges.items()
+        if only.choice is not None:
+            return {key: only.choice[number % len(only.choice)]}
+    return {key: ranges[key].at(share) for key, share in spread(seed, number, list(ranges)).items()}
 
 
 def spread(seed: int, number: int, keys: Sequence[str]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from lockstep.data.balance import Balance
 from lockstep.data.decode import decode
 from lockstep.data.jpeg_frame import Encoded
 from lockstep.data.nvjpeg import NUM_THREADS, Nvjpeg
+from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch, TrainPipeline
 from lockstep.kernels.crop import crop_resize
 from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
@@ -180,7 +181,7 @@ def test_processes_that_do_not_answer_do_not_keep_a_run_from_ending(monkeypatch:
     wait_for_processes(pipeline)
     for process in pipeline._workshop._path.read_pool._all:  # type: ignore[union-attr]
         process.process.send_signal(signal.SIGSTOP)
-    pipeline._start_next()
+    pipeline._start(Cursor())
     closing = threading.Thread(target=pipeline.close, daemon=True)
     closing.start()
     closing.join(60)

@@ -16,6 +16,7 @@ from lockstep.data import prefetch, threads, workshop
 from lockstep.data.decode import read_header
 from lockstep.data.device_batch import DevicePath
 from lockstep.data.generated import build_generated
+from lockstep.data.order import Cursor
 from lockstep.data.pack import pack_folder
 from lockstep.data.read_process import ReadPool, ReadProcess
 from lockstep.data.resident import estimate_bytes
@@ -121,7 +122,7 @@ def test_a_disk_that_hangs_is_one_sentence() -> None:
 def test_closing_waits_only_so_long_for_a_thread_that_hangs() -> None:
     source = hanging(24, *range(24))
     pipeline = train_pipeline(source, global_batch=24)
-    pipeline._start_next()
+    pipeline._start(Cursor())
     start = time.monotonic()
     pipeline.close()
     assert time.monotonic() - start < 5
@@ -131,13 +132,14 @@ def test_closing_waits_only_so_long_for_a_thread_that_hangs() -> None:
 LEAVES = """
 import os, time
 from lockstep.data import threads
+from lockstep.data.order import Cursor
 from tests.data.pictures import Pictures, photos
 from tests.data.test_pipeline import train_pipeline
 class Stuck(Pictures):
     def read(self, index):
         return os.read(os.pipe()[0], 1) if index == 5 else super().read(index)  # in the system, as a disk would have it
 pipeline = train_pipeline(Stuck(photos(24).encoded), global_batch=24)
-pipeline._start_next()
+pipeline._start(Cursor())
 time.sleep(0.5)
 threads.CLOSE_S = 0.5
 raise SystemExit("left while a read hangs")

@@ -18,7 +18,9 @@ def test_every_name_builds_its_network(name: str, kind: type) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(LockstepError, match=r"no model 'resnet51': choose alexnet, resnet18, .* or resnet152, or"):
+    with pytest.raises(
+        LockstepError, match=r"no model 'resnet51': choose linear, alexnet, resnet18, .* or resnet152, or"
+    ):
         build_model("resnet51", 10, image_size=224)
 
 
