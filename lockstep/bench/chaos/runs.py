@@ -50,10 +50,12 @@ SETTINGS = (
 )
 DATA = "generated-v1-416x100"  # in the cache: where those images lie
 # What torchrun's agent of a node runs as. Only what its ranks say counts: its own report of a failed rank is a
-# traceback. The ranks' variables are for it to set.
+# traceback. The ranks' variables are for it to set. By itself it waits ten minutes for a node that was killed before it
+# came, and only its own option shortens that.
 AGENT = (
     "exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE "
     '"$PYTHON" -m torch.distributed.run --rdzv-backend=static --nnodes=2 --node-rank="$LOCKSTEP_NODE" '
+    "--rdzv-conf=timeout=12 "
     '--nproc-per-node="$LOCAL_WORLD_SIZE" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python '
     """sh -c 'exec "$PYTHON" -m lockstep "$@" >>"$OUTPUT" 2>&1' lockstep "$@" """
 )
