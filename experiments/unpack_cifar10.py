@@ -121,6 +121,9 @@ def main() -> int:
     if any((given.target / split).exists() for split in ("train", "val")):
         print(f"{given.target} holds train/ or val/ already; give a new folder.", file=sys.stderr)
         return 1
+    if not given.source.exists():
+        print(f"There is no {given.source}; give the folder or tar file that holds CIFAR-10.", file=sys.stderr)
+        return 1
     try:
         files = read_files(given.source)
         for split, is_train in (("train", True), ("val", False)):

@@ -19,23 +19,19 @@ class FullGradient(Rule):
     """Σ over steps of samples × mean gradient."""
 
     def __init__(self, layout: Layout, device: torch.device | str = "cpu") -> None:
-        super().__init__(layout, device, (), clip_norm=0.0, fused=False)
+        super().__init__(layout, device, (), clip_norm=0.0, fused=True)
         self.total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
 
-    @torch.no_grad()
-    def step(
+    def _step_fused(
         self,
         weights: Tensor,
-        gradients: tuple[Tensor, Tensor] | Slots,
+        gradients: tuple[Tensor, Tensor],
         lr: Tensor,
-        half_weights: Tensor | None = None,
-        scale: LossScale | None = None,
+        half_weights: Tensor | None,
+        scale: LossScale | None,
     ) -> None:
-        """Add the gradients of a step; all of them are FP32."""
-        if isinstance(gradients, list):
-            super().step(weights, gradients, lr)
-        else:
-            self.total += gradients[1].double() * lr  # in one launch where they are one array
+        """Add the gradients of a step, all FP32 and one array: a launch or two without a kernel of its own."""
+        self.total += gradients[1].double() * lr
 
     def _update(self, weights: Slots, gradients: Slots, lr: Tensor) -> None:
         for total, gradient in zip(self.segments.split(self.total), gradients, strict=True):

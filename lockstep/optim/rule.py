@@ -136,8 +136,7 @@ class Rule(ABC):
         if isinstance(gradients, list):
             slots = gradients
         elif self.is_fused:
-            kernels = self._kernels or self.fuse()
-            kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self.count, scale)
+            self._step_fused(weights, gradients, lr, half_weights, scale)
             return
         else:
             slots = self.segments.split(self._to_fp32(*gradients))
@@ -151,6 +150,18 @@ class Rule(ABC):
             self._update_if_finite(weights, slots, lr, scale)
         if half_weights is not None and half_weights.numel():
             half_weights.copy_(weights[: self.layout.split])
+
+    def _step_fused(
+        self,
+        weights: Tensor,
+        gradients: tuple[Tensor, Tensor],
+        lr: Tensor,
+        half_weights: Tensor | None,
+        scale: LossScale | None,
+    ) -> None:
+        """The whole step over the flat arrays, in few launches."""
+        kernels = self._kernels or self.fuse()
+        kernels.step(weights, half_weights, gradients, tuple(self._state.values()), lr, self.count, scale)
 
     def begin_anew(self, weight_decay: float) -> None:
         """Serve another run, whose decay may be another: the one number of a rule that kernels read from the device.

@@ -75,19 +75,15 @@ class Svrg(Rule):
         """Let the weights be w̃ + z."""
         torch.add(self.anchor, self._read(self.offset), out=weights)
 
-    @torch.no_grad()
-    def step(
+    def _step_fused(
         self,
         weights: Tensor,
-        gradients: tuple[Tensor, Tensor] | Slots,
+        gradients: tuple[Tensor, Tensor],
         lr: Tensor,
-        half_weights: Tensor | None = None,
-        scale: LossScale | None = None,
+        half_weights: Tensor | None,
+        scale: LossScale | None,
     ) -> None:
-        """One move of z; `gradients` are the summed differences ∇fᵢ(w̃ + z) − ∇fᵢ(w̃) without decay."""
-        if isinstance(gradients, list) or not self.is_fused:
-            super().step(weights, gradients, lr)
-            return
+        """One move of z; `gradients` are the summed differences ∇fᵢ(w̃ + z) − ∇fᵢ(w̃) without decay, all FP32."""
         kernel = self._offset_kernel or self._fuse_offset()
         kernel.step(weights, gradients[1], self.anchor, self.full_gradient, self.offset, lr, self.count)
         self.count += 1

@@ -1,6 +1,6 @@
 """Published points of large-batch training, and what lies between them: what `transfer.py` derives from. Torch-free.
 
-`points/large-batch.toml` has the points. Between two of them the learning rate, 1 - momentum, warm-up and epochs are
+`published/large-batch.toml` has the points. Between two of them the learning rate, 1 - momentum, warm-up and epochs are
 straight lines over the batch where both axes are logarithmic: Goyal's linear rule is one of slope 1, You's square root
 one of slope 1/2, and MLPerf's LARS points have the slopes they have. Weight decay has no trend and is the nearest's.
 """
@@ -115,7 +115,7 @@ def _name(preposition: str, point: Point) -> str:
 
 @cache
 def _read_file() -> dict[str, Any]:
-    file = resources.files("lockstep.recipes") / "points" / "large-batch.toml"
+    file = resources.files("lockstep.recipes") / "published" / "large-batch.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 

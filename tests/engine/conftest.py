@@ -1,6 +1,7 @@
 """A tiny generated data set and a recipe that trains on it in seconds."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,11 @@ def make_run(folder: Path, config: RunConfig) -> Path:
         folder / "checkpoints", 1, {"model": network.state_dict()}, {"classes": ["one", "two", "three"]}, keep=1
     )
     return folder
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """What a test makes of PyTorch's threads is for that test."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,11 +1,32 @@
-"""A small network and its configuration, for tests of how a step is executed."""
+"""A small network and its configuration, a world of one thread and a sink that listens, for tests of the engine."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.comm.world import World
 from lockstep.config import CommConfig, DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from lockstep.events import Event
+from lockstep.report.run import SilentSink
+from tests.ranks import world_of_one
+
+
+class Keeping(SilentSink):
+    """A sink that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def alone() -> World:
+    """A world of one with one thread: of tiny passes by the hundred, two would spend them waiting for each other."""
+    world = world_of_one()
+    torch.set_num_threads(1)  # until the test ends: `conftest.py`
+    return world
 
 
 def small_config(

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,30 +27,16 @@ from lockstep.engine.scoring import open_scored, score
 from lockstep.engine.state import State, list_changing, load_state, save_state
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
-from lockstep.events import Evaluated, Event
+from lockstep.events import Evaluated
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
 from lockstep.plan.plan import Execution
 from tests.engine.conftest import tiny_config
-from tests.engine.small import small_config
-from tests.ranks import run_ranks, world_of_one
+from tests.engine.small import Keeping, alone, small_config
+from tests.ranks import run_ranks
 
 DECAY, EVERY, GLOBAL = 0.7, 2, 24
 ORDER = {"seed": 5, "num_samples": 130}
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def alone() -> World:
-    """A world of one with one thread: of tiny passes by the hundred, two would spend them waiting for each other."""
-    world = world_of_one()
-    torch.set_num_threads(1)
-    return world
 
 
 def build_model(norm: bool) -> nn.Module:
@@ -260,23 +245,10 @@ def test_it_does_not_depend_on_the_number_of_ranks() -> None:
         torch.testing.assert_close(ranks[0], one, rtol=0, atol=1e-6)
 
 
-class Heard:
-    """A sink that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 def test_whoever_uses_the_run_gets_the_averaged_network_unless_told_otherwise(images: Path, tmp_path: Path) -> None:
     settings = ["train.duration=8st", "train.checkpoint_every=0st", "optim.warmup=0st", "train.eval_every=0st"]
     config = tiny_config(images, *settings, "optim.average=0.8")
-    heard, run = Heard(), tmp_path / "run"
+    heard, run = Keeping(), tmp_path / "run"
     run_rank(config, "tiny", run, resume=False, membership=None, open_sink=lambda world, folder: heard)
     (evaluated,) = [event for event in heard.events if isinstance(event, Evaluated)]
     assert evaluated.average_correct1 is not None

@@ -11,9 +11,10 @@ from lockstep.engine.number_format import find_format, settle_format
 from lockstep.engine.run import run_rank, share_settled, write_config
 from lockstep.engine.starting import plan_start, settle_like
 from lockstep.errors import LockstepError
-from lockstep.events import Event, Notice, RunStarted
+from lockstep.events import Notice, RunStarted
 from lockstep.recipes.read import load_recipe
 from tests.engine.conftest import tiny_config
+from tests.engine.small import Keeping
 from tests.ranks import run_ranks, world_of_one
 
 FP16_KEYS = ["precision.loss_scale=static", "precision.initial_scale=1024.0"]
@@ -105,19 +106,6 @@ def test_passes_that_were_counted_are_not_given_a_size() -> None:
     assert settle_like(asked, tiny("train.max_batch_per_rank=64")).train.max_batch_per_rank == 0
 
 
-class Heard:
-    """A sink that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def emit(self, event: Event) -> None:
-        self.events.append(event)
-
-    def close(self) -> None:
-        pass
-
-
 def test_a_run_says_it_once_records_it_and_keeps_it(images: Path, tmp_path: Path) -> None:
     """As if it had been started on a GPU: what it settled on there it goes on with here."""
     short = ["train.checkpoint_every=1st", "train.eval_every=0st", "optim.warmup=0st"]
@@ -125,7 +113,7 @@ def test_a_run_says_it_once_records_it_and_keeps_it(images: Path, tmp_path: Path
     config = tiny_config(images, *short, *left_open, "train.duration=1st")
     parts = []
     for resume in (False, True):
-        heard = Heard()
+        heard = Keeping()
         run_rank(
             config, "tiny", tmp_path / "run", resume=resume, membership=None, open_sink=lambda *_, heard=heard: heard
         )

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,24 +24,10 @@ from lockstep.engine.state import list_changing
 from lockstep.engine.step import LOSS, train_step
 from lockstep.optim.schedule import Schedule
 from lockstep.recipes.read import load_recipe
-from tests.engine.small import small_config
-from tests.ranks import run_ranks, world_of_one
+from tests.engine.small import alone, small_config
+from tests.ranks import run_ranks
 
 CLASSES = 4
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def alone() -> World:
-    """A world of one with one thread: of tiny passes by the hundred, two would spend them waiting for each other."""
-    world = world_of_one()
-    torch.set_num_threads(1)
-    return world
 
 
 def build_model() -> nn.Module:
