@@ -72,6 +72,7 @@ class Pulse:
         self._progress = (0, 0)
         self._last: dict[int, Beat] = {}  # the last that was well-formed and ours, of each rank read
         self._has_left = False
+        self._telling = threading.Lock()
         self._followed: int | None = None
         self._found: Lost | None = None  # by this rank, for all others to read
         self.rounds = 0  # that the thread has made; it stands still where the store does not answer
@@ -168,10 +169,12 @@ class Pulse:
             self._stop.wait(INTERVAL_S)
 
     def _tell(self, count: int) -> None:
-        step, buffer = self._progress
-        state = "left" if self._has_left else "on"
         key = _key(self._rank)
-        self._store.set(key, self._seal.close(key, f"{count} {step} {buffer} {state} {self._process}").decode())
+        # The thread's beat must not come after the last one of `leave`, which says that this rank has left.
+        with self._telling:
+            step, buffer = self._progress
+            state = "left" if self._has_left else "on"
+            self._store.set(key, self._seal.close(key, f"{count} {step} {buffer} {state} {self._process}").decode())
 
     def _exchange(self, followed: int) -> None:
         """Read one rank's beat and who is reported lost, or report it; the first report stands."""

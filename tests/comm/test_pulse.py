@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm import pulse as module
-from lockstep.comm.pulse import Lost, Pulse, end_process
+from lockstep.comm.pulse import Lost, Pulse, end_process, parse_beat
 from lockstep.comm.seal import Seal
 
 
@@ -193,6 +193,37 @@ def test_whoever_keeps_the_store_leaves_after_all_others(pulses: list[Pulse]) ->
     pulses[2].leave()
     keeper.join(60)
     assert not keeper.is_alive()
+
+
+class SlowStore:
+    """Holds up the first beat that comes once it is armed, until the store is told to go on or has waited."""
+
+    def __init__(self) -> None:
+        self.store = HashStore()
+        self.is_armed, self.holds, self.goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        if self.is_armed.is_set() and not self.holds.is_set():
+            self.holds.set()
+            self.goes_on.wait(0.5)
+        self.store.set(key, value)
+        if " left " in value:
+            self.goes_on.set()
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+
+def test_the_word_of_a_rank_that_leaves_is_its_last() -> None:
+    slow = SlowStore()
+    pulse = Pulse(slow, 1, 2)  # type: ignore[arg-type]
+    slow.is_armed.set()
+    assert slow.holds.wait(40)  # the thread is about to write that this rank is on
+    pulse.leave()
+    pulse.close()
+    last = parse_beat(Seal().open("lockstep/pulse/1", slow.store.get("lockstep/pulse/1")))
+    assert last is not None
+    assert last.has_left
 
 
 def test_a_rank_that_never_leaves_is_not_waited_for_without_end(
