@@ -206,8 +206,10 @@ def test_a_disk_that_takes_no_checkpoint_costs_the_checkpoint_and_not_the_run(im
     assert "Traceback" not in out + err
     assert f"could not be written to {run / 'checkpoints'}" in err
     warnings = [event for event in commands.events(run) if isinstance(event, Notice) and event.level == "warning"]
-    assert sum("could not be written" in event.text for event in warnings) == 4  # steps 3, 6, 9 and the last
+    assert sum("could not be written" in event.text for event in warnings) == 5  # steps 3, 6, 9 and the last, twice
     assert commands.summary(run)["steps"] == 10
+    assert commands.summary(run)["status"] == "failed"
+    assert [event.reason for event in commands.events(run) if isinstance(event, RunEnded)] == [warnings[-1].text]
     assert list((run / "checkpoints").iterdir()) == []
 
 

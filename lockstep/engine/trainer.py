@@ -146,8 +146,6 @@ class Trainer:
         self.snapshots.clear()  # before the last word: nobody comes back to a run that has said it
         self._say_ended(status, start)
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
-        if self.unsaved:
-            raise SharedError(self.unsaved)  # rank 0's alone, but it would come again
         return status
 
     def _train(self, start: float) -> Status:
@@ -168,6 +166,7 @@ class Trainer:
             status = self._loop(pipeline, step)
             self.input.say_choice(pipeline)
             self._keep_rate(pipeline, chosen)
+        self._save_at_last()
         return status
 
     def _choose_plan(self) -> Chosen:
@@ -427,6 +426,14 @@ class Trainer:
                     step=self.state.step, path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds
                 )
             )
+
+    def _save_at_last(self) -> None:
+        """If the last checkpoint could not be written: once more, and a run that cannot keep its last steps failed."""
+        if not self.world.broadcast_value(bool(self.unsaved)):  # rank 0's alone
+            return
+        self._save()
+        if self.world.broadcast_value(bool(self.unsaved)):
+            raise SharedError(self.unsaved)
 
     def resume(self, has_finished: bool = True, may_be_finished: bool = False) -> bool:
         """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.

@@ -92,9 +92,12 @@ def _list_temporary(folder: Path) -> list[str]:
 
 
 def digest_weights(folder: Path) -> str:
-    """One hash over all arrays of the newest checkpoint."""
-    newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
+    """One hash over all arrays of the newest checkpoint; that of nothing if there is none."""
     digest = hashlib.sha256()
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"))
+    if not checkpoints:
+        return digest.hexdigest()
+    newest = checkpoints[-1]
     for name in ("model.safetensors", "optimizer.safetensors", "statistics.safetensors"):
         digest.update((newest / name).read_bytes())
     return digest.hexdigest()

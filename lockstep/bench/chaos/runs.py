@@ -48,6 +48,7 @@ SETTINGS = (
     "comm.overlap=on",
     f"comm.timeout_s={TIMEOUT_S:g}",
 )
+UNSAVED = "could not be written"  # in a run's last words
 DATA = "generated-v1-416x100"  # in the cache: where those images lie
 # What torchrun's agent of a node runs as. Only what its ranks say counts: its own report of a failed rank is a
 # traceback. The ranks' variables are for it to set. By itself it waits ten minutes for a node that was killed before it
@@ -213,6 +214,11 @@ class Run:
         with contextlib.suppress(OSError, ValueError):
             return bool(json.loads((self.folder / "summary.json").read_text())["status"] == "finished")
         return False
+
+    @property
+    def is_unsaved(self) -> bool:
+        """Whether it ended because the disk was full for its last checkpoint; its launcher rightly lets it."""
+        return UNSAVED in self.last_words
 
     def interrupt(self, part: Part) -> None:
         """Ask it to stop."""

@@ -16,7 +16,6 @@ FULL_S = 3.0
 START_UP_S = 15.0  # until a rank that was started has joined the others
 START_S = 60.0  # until a run that was started takes a step
 FINISH_S = 120.0
-UNSAVED = "could not be written"
 
 
 @dataclass
@@ -43,14 +42,13 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
         came = is_due and striker.strike(fault, part)
         if not came:
             outcome = _see_whether_over(run, part)
-            # A disk that was full when the last checkpoint was due ends a run, and its launcher rightly lets it.
-            if outcome.is_over and not run.is_finished and UNSAVED not in run.last_words:
+            if outcome.is_over and not run.is_finished and not run.is_unsaved:
                 run.problems.append(f"ended of itself before {fault.kind} in {fault.phase}: {run.last_words}")
         elif fault.kind == "blocked read":
             outcome = _wait_for_name(run, part, striker.blocked, num_events)
         elif fault.is_survived:
             outcome = _see_whether_over(run, part)
-            if outcome.is_over and not run.is_finished:
+            if outcome.is_over and not run.is_finished and not run.is_unsaved:
                 run.problems.append(f"{fault.kind} to {fault.victim} in {fault.phase} ended the run: {run.last_words}")
         elif fault.is_healed and run.way == "restarts":
             outcome = _wait_for_healing(run, part, fault, ranks, num_events, struck)
