@@ -250,6 +250,7 @@ class ModelConfig(Section):
     section = "model"
     only_with = {
         "stem": ("name", RESNETS),
+        "pooled_shortcuts": ("name", RESNETS),
         "width": ("name", RESNETS),
         "zero_init_residual": ("name", RESNETS),
         "batch_norm": ("name", ("alexnet",)),
@@ -260,8 +261,13 @@ class ModelConfig(Section):
         default="resnet50",
         description="resnet18 to resnet152, alexnet, linear, package.module:name, torchvision:NAME or timm:NAME",
     )
-    stem: Literal["imagenet", "cifar"] = Field(
-        default="imagenet", description="first layers: for large or for small images"
+    stem: Literal["imagenet", "deep", "fine", "cifar"] = Field(
+        default="imagenet",
+        description="first layers: one 7×7 convolution and a pool; ResNet-D's three 3×3 and a pool; those without the "
+        "pool, for images of about 64 to 160 pixels at four times the work; one 3×3, for smaller ones",
+    )
+    pooled_shortcuts: bool = Field(
+        default=False, description="ResNet-D's shortcuts: at stride 2 a mean over 2×2 pixels before the convolution"
     )
     width: int = Field(
         default=64, ge=1, le=1 << 16, description="channels of the first stage; 64 is the published network"

@@ -70,7 +70,7 @@ def _judge_size(config: RunConfig, train: Source) -> list[str]:
     size, is_resnet = config.data.image_size, config.model.name.startswith("resnet")
     sides = probe_sides(train, NUM_PROBES, config.data.read_timeout_s)
     short = int(np.median(sides.min(axis=1))) if len(sides) else size
-    has_large_stem = is_resnet and config.model.stem == "imagenet"
+    has_large_stem = is_resnet and config.model.stem in ("imagenet", "deep")
     if size >= ENLARGED * short:
         wanted = max(short, 32)
         stem = ' and model.stem = "cifar"' if has_large_stem and wanted <= 64 else ""

@@ -1,6 +1,7 @@
 """ResNet v1.5 (He et al. 2016, with the stride in the 3×3 convolution): images → logits, step 6 of the walk.
 
-Parameter names, shapes and order are torchvision's, so that weights move both ways.
+Parameter names, shapes and order are torchvision's, so that weights move both ways. With the deep stem and pooled
+shortcuts it is ResNet-D (He et al. 2018, arXiv 1812.01187), under timm's names.
 """
 
 from itertools import pairwise
@@ -11,13 +12,14 @@ from torch.nn import functional
 
 from lockstep.errors import LockstepError
 from lockstep.models.chain import Pointwise, Tail, convolve
-from lockstep.models.norm import BatchNorm, Pair, Summed
+from lockstep.models.norm import BatchNorm, BatchNormRelu, Pair, Summed
 from lockstep.models.registry import register
 
-StemName = Literal["imagenet", "cifar"]
+StemName = Literal["imagenet", "deep", "fine", "cifar"]
 
 # Pixels of the image to one pixel of the last stage.
-STRIDE: dict[StemName, int] = {"imagenet": 32, "cifar": 8}
+STRIDE: dict[StemName, int] = {"imagenet": 32, "deep": 32, "fine": 16, "cifar": 8}
+POOLED_STEMS = ("imagenet", "deep")
 
 
 def _convolution(in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -35,26 +37,56 @@ class Stem(nn.Conv2d):
         return functional.conv2d(images, weight, None, self.stride, self.padding)
 
 
-def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
-    """The projection of a block that changes the shape; None where the shortcut is the identity."""
+class DeepStem(nn.Sequential):
+    """Three 3×3 convolutions in the place of one 7×7, the first at stride 2; numbered as timm's, which count ReLUs."""
+
+    def __init__(self, width: int) -> None:
+        half = max(1, width // 2)
+        super().__init__(
+            Stem(3, half, 3, 2, padding=1, bias=False),
+            BatchNormRelu(half),
+            nn.Identity(),
+            _convolution(half, half, 3),
+            BatchNormRelu(half),
+            nn.Identity(),
+            _convolution(half, width, 3),
+        )
+
+
+def _stem(name: StemName, width: int) -> nn.Module:
+    if name in ("deep", "fine"):
+        return DeepStem(width)
+    kernel, stride = (7, 2) if name == "imagenet" else (3, 1)
+    return Stem(3, width, kernel, stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int, pooled: bool) -> nn.Sequential | None:
+    """The projection of a block that changes the shape; None where the shortcut is the identity.
+
+    `pooled`: a stride is taken by a mean over 2×2 pixels, where the 1×1 convolution would leave three of four unread.
+    """
     if stride == 1 and in_channels == out_channels:
         return None
-    return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), BatchNorm(out_channels))
+    if not pooled:
+        return nn.Sequential(_convolution(in_channels, out_channels, 1, stride), BatchNorm(out_channels))
+    pool = nn.AvgPool2d(stride, ceil_mode=True, count_include_pad=False) if stride > 1 else nn.Identity()
+    return nn.Sequential(pool, _convolution(in_channels, out_channels, 1), BatchNorm(out_channels))
 
 
 def _project(downsample: nn.Sequential | None, x: Tensor) -> tuple[Tensor, BatchNorm | None]:
     """The shortcut before its norm, and that norm; x itself where there is no projection."""
     if downsample is None:
         return x, None
-    convolution, norm = _take_apart(downsample)
-    return convolution(x), norm
+    pooled, convolution, norm = _take_apart(downsample, x)
+    return convolution(pooled), norm
 
 
-def _take_apart(downsample: nn.Sequential) -> tuple[nn.Conv2d, BatchNorm]:
-    convolution, norm = downsample
+def _take_apart(downsample: nn.Sequential, x: Tensor) -> tuple[Tensor, nn.Conv2d, BatchNorm]:
+    """What goes into a shortcut's convolution, the convolution, its norm."""
+    *pool, convolution, norm = downsample
     assert isinstance(convolution, nn.Conv2d)
     assert isinstance(norm, BatchNorm)
-    return convolution, norm
+    return (pool[0](x) if pool else x), convolution, norm
 
 
 class BasicBlock(nn.Module):
@@ -62,13 +94,13 @@ class BasicBlock(nn.Module):
 
     expansion = 1
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, pooled: bool = False) -> None:
         super().__init__()
         self.conv1 = _convolution(in_channels, channels, 3, stride)
         self.bn1 = BatchNorm(channels)
         self.conv2 = _convolution(channels, channels, 3)
         self.bn2 = BatchNorm(channels)
-        self.downsample = _shortcut(in_channels, channels, stride)
+        self.downsample = _shortcut(in_channels, channels, stride, pooled)
 
     @property
     def last_norm(self) -> BatchNorm:
@@ -85,7 +117,7 @@ class Bottleneck(nn.Module):
 
     expansion = 4
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, pooled: bool = False) -> None:
         super().__init__()
         out_channels = channels * self.expansion
         self.conv1 = _convolution(in_channels, channels, 1)
@@ -94,7 +126,7 @@ class Bottleneck(nn.Module):
         self.bn2 = BatchNorm(channels)
         self.conv3 = _convolution(channels, out_channels, 1)
         self.bn3 = BatchNorm(out_channels)
-        self.downsample = _shortcut(in_channels, out_channels, stride)
+        self.downsample = _shortcut(in_channels, out_channels, stride, pooled)
 
     @property
     def last_norm(self) -> BatchNorm:
@@ -111,8 +143,8 @@ class Bottleneck(nn.Module):
         x = self.conv2(self.bn1.relu(*z))
         way, norm = Summed(shortcut), None
         if self.downsample is not None:
-            convolution, norm = _take_apart(self.downsample)
-            way = convolve(convolution, shortcut, norm)
+            pooled, convolution, norm = _take_apart(self.downsample, shortcut)
+            way = convolve(convolution, pooled, norm)
         following_parts = (following.conv1, following.bn1) if following else (None, None)
         return Tail(self.bn2, self.conv3, self.bn3, norm, *following_parts).run(x, way)
 
@@ -154,18 +186,18 @@ class ResNet(nn.Module):
         stem: StemName,
         width: int,
         zero_init_residual: bool,
+        pooled_shortcuts: bool = False,
     ) -> None:
         super().__init__()
         self.zero_init_residual = zero_init_residual  # read by `initialize`
-        kernel, stride = (7, 2) if stem == "imagenet" else (3, 1)
-        self.conv1 = Stem(3, width, kernel, stride, padding=kernel // 2, bias=False)
+        self.conv1 = _stem(stem, width)
         self.bn1 = BatchNorm(width)
-        self.pools = stem == "imagenet"
+        self.pools = stem in POOLED_STEMS
         out = width * block.expansion  # channels out of the first stage
-        self.layer1 = _stage(block, stage_blocks[0], width, width, stride=1)
-        self.layer2 = _stage(block, stage_blocks[1], out, 2 * width, stride=2)
-        self.layer3 = _stage(block, stage_blocks[2], 2 * out, 4 * width, stride=2)
-        self.layer4 = _stage(block, stage_blocks[3], 4 * out, 8 * width, stride=2)
+        self.layer1 = _stage(block, stage_blocks[0], width, width, 1, pooled_shortcuts)
+        self.layer2 = _stage(block, stage_blocks[1], out, 2 * width, 2, pooled_shortcuts)
+        self.layer3 = _stage(block, stage_blocks[2], 2 * out, 4 * width, 2, pooled_shortcuts)
+        self.layer4 = _stage(block, stage_blocks[3], 4 * out, 8 * width, 2, pooled_shortcuts)
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(8 * out, num_classes)
 
@@ -193,18 +225,23 @@ class ResNet(nn.Module):
         return pair[0]
 
 
-def _stage(block: Block, num_blocks: int, in_channels: int, channels: int, stride: int) -> nn.Sequential:
+def _stage(block: Block, num_blocks: int, in_channels: int, channels: int, stride: int, pooled: bool) -> nn.Sequential:
     """Blocks of one size; the first takes the stride and the change of channels."""
-    first = block(in_channels, channels, stride)
+    first = block(in_channels, channels, stride, pooled)
     return nn.Sequential(first, *(block(channels * block.expansion, channels, 1) for _ in range(num_blocks - 1)))
 
 
 def build_resnet(
-    depth: int, num_classes: int, stem: StemName = "imagenet", width: int = 64, zero_init_residual: bool = True
+    depth: int,
+    num_classes: int,
+    stem: StemName = "imagenet",
+    width: int = 64,
+    zero_init_residual: bool = True,
+    pooled_shortcuts: bool = False,
 ) -> ResNet:
     """Build a ResNet; `width` scales every stage, 64 being the published network."""
     block, stage_blocks = PLANS[depth]
-    return ResNet(block, stage_blocks, num_classes, stem, width, zero_init_residual)
+    return ResNet(block, stage_blocks, num_classes, stem, width, zero_init_residual, pooled_shortcuts)
 
 
 RESNET_DEPTHS = {f"resnet{depth}": depth for depth in PLANS}
@@ -218,14 +255,15 @@ def build_sized(
     stem: StemName = "imagenet",
     width: int = 64,
     zero_init_residual: bool = True,
+    pooled_shortcuts: bool = False,
 ) -> ResNet:
     """Build a ResNet for square images of `image_size`; too small ones would vanish on the way."""
     if image_size < STRIDE[stem]:
         raise LockstepError(
             f"resnet{depth} with the {stem} stem needs images of at least {STRIDE[stem]} pixels, not {image_size}: "
-            "enlarge data.image_size" + (" or set model.stem = 'cifar'." if stem == "imagenet" else ".")
+            "enlarge data.image_size" + (" or set model.stem = 'cifar'." if stem != "cifar" else ".")
         )
-    return build_resnet(depth, num_classes, stem, width, zero_init_residual)
+    return build_resnet(depth, num_classes, stem, width, zero_init_residual, pooled_shortcuts)
 
 
 for _name, _depth in RESNET_DEPTHS.items():

@@ -71,10 +71,12 @@ def describe_workload(recipe: str, config: RunConfig, num_images: int = 0) -> Wo
 
 def refuse_changed(recipe: str, config: RunConfig) -> None:
     """Shipped profiles are of published networks: a recipe that changes one needs a profile of its own."""
-    if config.model.name in RESNETS and (config.model.width != 64 or config.model.stem != "imagenet"):
+    model = config.model
+    is_changed = model.width != 64 or model.stem != "imagenet" or model.pooled_shortcuts
+    if model.name in RESNETS and is_changed:
         raise LockstepError(
-            f"{recipe} changes model.width or model.stem, and shipped profiles are of the published networks; measure "
-            "one with `lockstep profile` and give it with --profile."
+            f"{recipe} changes model.width, stem or shortcuts, and shipped profiles are of the published networks; "
+            "measure one with `lockstep profile` and give it with --profile."
         )
 
 

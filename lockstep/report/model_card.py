@@ -171,7 +171,8 @@ def show(logits, classes):
 
 def _use_safetensors(subject: Subject, file: str) -> tuple[str, str]:
     model = subject.config.model
-    if model.name in RESNETS and model.width == 64:
+    is_published = model.width == 64 and model.stem in ("imagenet", "cifar") and not model.pooled_shortcuts
+    if model.name in RESNETS and is_published:
         title, imports = "Weights in torchvision", "import torchvision"
         build = [f"network = torchvision.models.{model.name}(num_classes=len(classes))"]
         if model.stem == "cifar":

@@ -24,7 +24,7 @@ def build_flat(num_classes: int, *, image_size: int, hidden: int = 8) -> nn.Modu
 def test_all_networks_and_their_settings_are_known() -> None:
     names = ["alexnet", "linear", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
     assert sorted(list_networks()) == sorted(names)
-    assert list(find_network("resnet50").settings) == ["stem", "width", "zero_init_residual"]
+    assert list(find_network("resnet50").settings) == ["stem", "width", "zero_init_residual", "pooled_shortcuts"]
     assert list(find_network("alexnet").settings) == ["batch_norm", "pool5_batch_norm", "dropout"]
 
 
@@ -51,10 +51,10 @@ assert all(a.equal(b) for a, b in zip(first.parameters(), second.parameters()))
     ("settings", "sentence"),
     [
         ({"widht": 3}, r"resnet18 has no setting 'widht' \(model\.settings\); did you mean width\?"),
-        ({"colour": 3}, "it takes stem, width, zero_init_residual"),
+        ({"colour": 3}, "it takes stem, width, zero_init_residual, pooled_shortcuts"),
         ({"width": "3"}, "width = '3', and resnet18 wants a whole number"),
         ({"width": True}, "width = True, and resnet18 wants a whole number"),
-        ({"stem": "none"}, "stem = 'none', and resnet18 wants 'imagenet' or 'cifar'"),
+        ({"stem": "none"}, "stem = 'none', and resnet18 wants 'imagenet' or 'deep' or 'fine' or 'cifar'"),
         ({"zero_init_residual": 1}, "wants true or false"),
     ],
 )

@@ -1,4 +1,4 @@
-"""ResNet: torchvision's names and shapes, the strides of v1.5, the two stems."""
+"""ResNet: torchvision's names and shapes, the strides of v1.5, the stems, ResNet-D under timm's names."""
 
 import copy
 from typing import Any
@@ -84,13 +84,55 @@ def test_the_cifar_stem_keeps_the_image_and_has_no_pool() -> None:
     assert model.conv1(torch.zeros(1, 3, 32, 32)).shape == (1, 8, 32, 32)
 
 
-@pytest.mark.parametrize(("depth", "stem", "side", "last_side"), [(18, "imagenet", 64, 2), (50, "cifar", 32, 4)])
+@pytest.mark.parametrize(
+    ("depth", "stem", "side", "last_side"),
+    [(18, "imagenet", 64, 2), (50, "cifar", 32, 4), (18, "deep", 64, 2), (50, "fine", 64, 4)],
+)
 def test_every_later_stage_halves_the_image(depth: int, stem: str, side: int, last_side: int) -> None:
     model = small_resnet(depth, stem=stem)
     sides: list[int] = []
     model.layer4.register_forward_hook(lambda _module, _inputs, output: sides.append(output[0].shape[-1]))
     assert model(torch.randn(2, 3, side, side)).shape == (2, 10)
     assert sides == [last_side]
+
+
+def test_resnet_d_has_three_small_convolutions_first_and_takes_no_stride_in_a_shortcuts_convolution() -> None:
+    """Its table is the published one's but for the first convolution and for what pooling adds to a shortcut."""
+    expected: Table = [("conv1.0.weight", (32, 3, 3, 3)), *norm_rows("conv1.1", 32)]
+    expected += [("conv1.3.weight", (32, 32, 3, 3)), *norm_rows("conv1.4", 32), ("conv1.6.weight", (64, 32, 3, 3))]
+    later = {"downsample.0": "downsample.1", "downsample.1": "downsample.2"}
+    for name, shape in published_table(50)[1:]:
+        place = ".".join(name.split(".")[2:4])
+        expected.append((name.replace(place, later[place]) if place in later else name, shape))
+    with torch.device("meta"):
+        model = build_resnet(50, 1000, stem="deep", pooled_shortcuts=True)
+    assert [(name, tuple(value.shape)) for name, value in model.state_dict().items()] == expected
+    assert stride_2_modules(model) == {f"layer{stage}.0.conv2" for stage in (2, 3, 4)} | {"conv1.0"}
+
+
+@pytest.mark.parametrize("side", [6, 7])
+def test_a_pooled_shortcut_is_the_projected_mean_of_the_pixels_there_are(side: int) -> None:
+    """The last block of an odd side has one or two pixels in the place of four."""
+    block = small_resnet(pooled_shortcuts=True).layer2[0].eval()
+    x = torch.rand(2, 8, side, side)
+    sums, counts = torch.zeros(2, 8, (side + 1) // 2, (side + 1) // 2), torch.zeros((side + 1) // 2, (side + 1) // 2)
+    for row in range(side):
+        for column in range(side):
+            sums[:, :, row // 2, column // 2] += x[:, :, row, column]
+            counts[row // 2, column // 2] += 1
+    projected = torch.einsum("nchw,oc->nohw", sums / counts, block.downsample[1].weight[:, :, 0, 0])
+    expected = (projected / (1 + 1e-5) ** 0.5).relu()  # a fresh norm, and a branch that starts at zero
+    torch.testing.assert_close(block((x, x))[0], expected)
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_weights_of_timms_resnet_d_fit(depth: int) -> None:
+    timm = pytest.importorskip("timm")
+    theirs = timm.create_model(f"resnet{depth}d").eval()
+    ours = build_resnet(depth, 1000, stem="deep", pooled_shortcuts=True).eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 65, 65)
+    torch.testing.assert_close(ours(images), theirs(images))
 
 
 def test_width_scales_every_stage() -> None:
@@ -143,12 +185,16 @@ def test_weights_move_to_torchvision_and_back(depth: int) -> None:
     torch.testing.assert_close(theirs(images), ours(images))
 
 
-@pytest.mark.parametrize(("block", "stem"), [(BasicBlock, "imagenet"), (Bottleneck, "cifar")])
-def test_fused_it_trains_alike(block: Any, stem: Any) -> None:
+@pytest.mark.parametrize(
+    ("block", "stem", "pooled"),
+    [(BasicBlock, "imagenet", False), (Bottleneck, "cifar", False), (Bottleneck, "fine", True)],
+)
+def test_fused_it_trains_alike(block: Any, stem: Any, pooled: bool) -> None:
     pytest.importorskip("triton")
     torch.manual_seed(0)
-    plain = ResNet(block, (2, 1, 1, 1), 10, stem, 8, zero_init_residual=False).to(memory_format=torch.channels_last)
-    size = 32 if stem == "imagenet" else 8
+    plain = ResNet(block, (2, 1, 1, 1), 10, stem, 8, zero_init_residual=False, pooled_shortcuts=pooled)
+    plain = plain.to(memory_format=torch.channels_last)
+    size = 8 if stem == "cifar" else 32
     fused = copy.deepcopy(plain)
     set_fused(fused, True)
     images = torch.randn(3, 3, size, size).to(memory_format=torch.channels_last)

@@ -104,7 +104,7 @@ def test_validation_has_the_rows_that_others_read(tmp_path: Path) -> None:
 def test_mistakes_are_one_sentence_each(profile: str, tmp_path: Path) -> None:
     assert "needs --cluster" in refuse("resnet50-64k")
     assert "Give a recipe" in refuse()
-    assert "changes model.width or model.stem" in refuse("quickstart", "--cluster=dgx-h100")
+    assert "changes model.width, stem or shortcuts" in refuse("quickstart", "--cluster=dgx-h100")
     assert "did you mean dgx-h100" in refuse("resnet50-64k", "--cluster=dgx-h10")
     here = ["resnet50-256", "--cluster=dgx-h200", f"--profile={profile}"]
     assert "cannot be shared by 512 devices" in refuse(*here, "--devices=512")

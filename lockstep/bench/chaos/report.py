@@ -108,7 +108,7 @@ class Report:
         came = sum(row.came for row in self.rows) + sum(time.num_faults for time in self.useful)
         num_runs = len(self.verdicts) + len(self.useful)
         over = "" if self.backend == "auto" else f" over {self.backend}"
-        others = sum(verdict.other_weights for verdict in self.verdicts)
+        others = sum(verdict.other_weights for verdict in self.verdicts) if self.backend == "nccl" else 0
         return (
             f"seed {self.seed}, {self.num_ranks} ranks{over}, commit {self.commit}: {came} faults in {num_runs} "
             f"runs, {self.num_hung} hangs, {len(self.problems)} problems, {self.seconds:.0f} s"
