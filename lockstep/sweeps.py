@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lockstep.engine.reuse import Kept
 
 CLAIMS = ".claims"  # locks on trials, in the sweep's folder
+ENOUGH = 2  # failures for one reason, and nothing else, end a sweep
 LOOK_S = 0.5  # between two looks at what other processes have done
 Say = Callable[[str], None]
 
@@ -54,7 +55,7 @@ class Sweep:
 
     def row(self, trial: Trial) -> Row:
         """What is known of a trial."""
-        found = self._told.get(trial.folder) or read_row(self.root, trial, self.file.target)
+        found = self._told.get(trial.folder) or read_row(self.root, trial, self.file)
         if found.is_settled:
             self._told[trial.folder] = found
         return found
@@ -126,7 +127,7 @@ def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> b
     from lockstep.engine.reuse import Kept
 
     kept = kept or Kept()
-    begun, num_taken = time.monotonic(), 0
+    begun, taken = time.monotonic(), list[Row]()
     while True:
         places = sweep.places()
         turned = places[turn % len(places) :] + places[: turn % len(places)]
@@ -140,9 +141,11 @@ def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> b
             release(sweep, trial)
             if row is None:
                 return False
-            num_taken += 1
-            say(_phrase(sweep, row, (time.monotonic() - begun) / num_taken))
+            taken.append(row)
+            say(_phrase(sweep, row, (time.monotonic() - begun) / len(taken)))
             prune(sweep, trial)
+            if len(taken) == ENOUGH and all(one.status == "failed" and one.reason == row.reason for one in taken):
+                raise LockstepError(f"The first {ENOUGH} trials failed alike, and so would the others: {row.reason}")
             break  # to the same place again, or to its second stage: its parts are still there
         if not is_new:
             if all(row.is_settled for row in sweep.rows()):
@@ -162,7 +165,7 @@ def claim(sweep: Sweep, trial: Trial) -> bool:
     except LockstepError:
         return False
     sweep._told.pop(trial.folder, None)
-    if read_row(sweep.root, trial, sweep.file.target).is_settled:  # by whoever had it until now
+    if read_row(sweep.root, trial, sweep.file).is_settled:  # by whoever had it until now
         release(sweep, trial)
         return False
     return True
@@ -214,7 +217,8 @@ def prune(sweep: Sweep, trial: Trial) -> None:
 def _phrase(sweep: Sweep, row: Row, mean_s: float, num_workers: int = 1) -> str:
     """A line on a trial that has ended."""
     done = sum(one.is_settled for one in sweep.rows())
-    result = f"top-1 {percent(row.top1)}" if row.top1 is not None else f"{row.status}: {row.reason}"
+    accuracy = row.average_top1 if sweep.file.measure == "average_top1" else row.top1
+    result = f"top-1 {percent(accuracy)}" if accuracy is not None else f"{row.status}: {row.reason}"
     took = f" in {clock(row.wall_s)}" if row.wall_s is not None else ""
     left = (sweep.num_trials - done) * mean_s / num_workers
     return f"{done} of {sweep.num_trials}, about {clock(left)} left: {row.trial.phrase()}: {result}{took}"

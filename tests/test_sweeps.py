@@ -18,7 +18,7 @@ from lockstep.errors import Diverged, LockstepError
 from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
 from lockstep.recipes.trials import MOST_TRIALS, draw, plan_trials, spread
-from lockstep.report.sweep_rows import find_places
+from lockstep.report.sweep_rows import find_places, tabulate
 from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results
 
 PLAIN = """
@@ -158,7 +158,10 @@ class Runs:
         asked.out.mkdir(parents=True, exist_ok=True)
         points = [{"step": 40, "top1": top1 / 2, "wall_s": 1.0}, {"step": 80, "top1": top1, "wall_s": 2.0}]
         summary = {"status": "finished", "top1": top1, "best": points[1], "time_to_accuracy": points, "steps": 80}
-        summary |= {"epochs": 8.0, "num_train": 1000, "wall_s": 2.0, "images_per_second": 500.0}
+        summary |= {"epochs": 8.0, "num_train": 1000, "wall_s": 2.0, "startup_s": 0.25, "images_per_second": 500.0}
+        if config.optim.average:
+            averages = [{"step": 40, "top1": 0.95, "wall_s": 1.0}]
+            summary |= {"average_top1": 0.95 - top1 / 10, "average_time_to_accuracy": averages, "memory_bytes": 3 << 30}
         (asked.out / "summary.json").write_text(json.dumps(summary))
         (asked.out / "checkpoints").mkdir(exist_ok=True)
         return Ended(asked.out, "finished")
@@ -193,6 +196,7 @@ def test_the_best_of_each_cell_is_confirmed_with_other_seeds(runs: Runs, tmp_pat
         assert place.accuracy.mean == pytest.approx(max(tuned.values()) + 0.0015)
         assert place.accuracy.deviation == pytest.approx(0.001 / math.sqrt(2))
         assert (place.steps_to.mean, place.epochs_to.mean, place.images_to.mean) == (80, 8.0, 8000)
+        assert (place.seconds_to.mean, place.images_per_second.mean, place.wall_s.mean) == (1.75, 500, 2)
         left = {row.trial.number for row in group if (sweep.root / row.trial.folder / "checkpoints").exists()}
         assert left == {place.best.number}
 
@@ -232,6 +236,33 @@ def test_a_trial_that_ends_badly_is_a_row_and_the_sweep_goes_on(runs: Runs, tmp_
     runs.taken, runs.bad = [], {}
     assert work(start(tmp_path, text), lambda line: None)
     assert runs.taken == names[1:3]
+
+
+def test_averaged_weights_count_where_they_are_asked_for(runs: Runs, tmp_path: Path) -> None:
+    """Their accuracy here is the greater, the worse the weights' own is, and they reach the target at step 40."""
+    text = PLAIN.replace("confirm = [1, 2]", "confirm = []").replace("[grid]", "[set]\noptim.average = 0.9\n[grid]")
+    found = {}
+    for measure in ("top1", "average_top1"):
+        (tmp_path / measure).mkdir()
+        sweep = start(tmp_path / measure, f'measure = "{measure}"\n{text}')
+        assert work(sweep, lambda line: None)
+        place = find_places(sweep.rows(), measure)[0]
+        rows = [row for row in sweep.rows() if (row.trial.cell, row.trial.point) == (place.cell, place.point)]
+        assert place.accuracy.mean == max(getattr(row, measure) for row in rows)
+        table = tabulate(sweep.file, [place])
+        found[measure] = place.best, place.steps_to.mean, dict(zip(table.heads, table.rows[0], strict=True))
+    assert found["top1"][0] != found["average_top1"][0]
+    assert [found[measure][1] for measure in found] == [80, 40]
+    assert found["average_top1"][2]["seconds to 50 %"] == "0.8"
+    assert found["average_top1"][2]["GiB of a GPU"] == "3.0"
+
+
+def test_a_fault_that_meets_every_trial_ends_the_sweep_after_two(runs: Runs, tmp_path: Path) -> None:
+    sweep = start(tmp_path)
+    runs.bad = {trial.folder: LockstepError("There is no folder cifar10.") for trial in sweep.trials}
+    with pytest.raises(LockstepError, match=r"The first 2 trials failed alike.*There is no folder cifar10\."):
+        work(sweep, lambda line: None)
+    assert len(runs.taken) == 2
 
 
 def test_a_sweep_with_other_settings_is_not_mixed_in(runs: Runs, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from lockstep.recipe_values import LONGEST_SHOWN, show
 from lockstep.recipes.complaints import RULES
 from lockstep.recipes.read import MAX_BYTES, is_packaged, read_toml
 
-Measure = Literal["top1", "best_top1", "steps_to", "epochs_to", "images_to"]
-TO_TARGET = ("steps_to", "epochs_to", "images_to")  # where less is better
+Measure = Literal["top1", "average_top1", "best_top1", "steps_to", "epochs_to", "images_to", "seconds_to"]
+TO_TARGET = ("steps_to", "epochs_to", "images_to", "seconds_to")  # where less is better
 RANKS = "ranks"  # no setting of a recipe: how many ranks a trial has, as in `lockstep train --ranks`
 MOST_VALUES = 1000  # of one list
 MOST_SEED = 2**63 - 1

@@ -37,6 +37,8 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         "steps": step,
         "epochs": step / max(1, start.steps_per_epoch),
         "wall_s": sum(map(measure_wall_s, parts)),
+        "startup_s": ended.startup_s if ended else None,
+        "memory_bytes": ended.memory_bytes if ended else None,
         "resumed": len(parts) - 1,
         **_samples(parts),
         "noise_scale": scale._asdict() if (scale := find_useful_batch(chain(*parts))) else None,

@@ -18,6 +18,7 @@ from lockstep.report.compare import NONE, build_rich
 from lockstep.report.history import number
 from lockstep.report.page.charts import Numbers
 
+GIB = 1 << 30
 MAX_BYTES = 1 << 20  # of a summary, or of a trial's last word
 WORD = "trial.json"  # in a trial's folder: how it ended
 Status = Literal["pending", "finished", "diverged", "failed"]
@@ -31,12 +32,15 @@ class Row:
     status: Status = "pending"
     reason: str = ""
     top1: float | None = None
+    average_top1: float | None = None  # of the averaged weights, or of the weights of a trial without an average
     best_top1: float | None = None
     steps_to: float | None = None
     epochs_to: float | None = None
     images_to: float | None = None
+    seconds_to: float | None = None  # from the first step on, with evaluations
     steps: float | None = None
     images_per_second: float | None = None
+    memory_bytes: float | None = None  # of a GPU
     wall_s: float | None = None
 
     @property
@@ -83,6 +87,10 @@ class Place:
     steps_to: Spread
     epochs_to: Spread
     images_to: Spread
+    seconds_to: Spread
+    images_per_second: Spread
+    memory_bytes: Spread
+    wall_s: Spread
 
 
 def write_word(folder: Path, status: Status, reason: str = "") -> None:
@@ -91,7 +99,7 @@ def write_word(folder: Path, status: Status, reason: str = "") -> None:
     write_whole(folder / WORD, json.dumps({"status": status, "reason": reason}, ensure_ascii=False) + "\n")
 
 
-def read_row(root: Path, trial: Trial, target: float | None) -> Row:
+def read_row(root: Path, trial: Trial, sweep: SweepFile) -> Row:
     """What a trial has left in its folder; nothing in it is trusted."""
     word = _read(root / trial.folder / WORD)
     status = word.get("status")
@@ -100,8 +108,9 @@ def read_row(root: Path, trial: Trial, target: float | None) -> Row:
     summary = _read(root / trial.folder / "summary.json")
     best = summary.get("best")
     steps, epochs = number(summary.get("steps")), number(summary.get("epochs"))
-    reached = _find_step(summary, target)
+    reached, wall_s = _find_reached(summary, sweep)
     epochs_to = reached * epochs / steps if reached is not None and steps and epochs else None
+    startup_s = None if summary.get("resumed") else number(summary.get("startup_s"))
     num_train = number(summary.get("num_train"))
     is_good = status == "finished"
     return Row(
@@ -109,12 +118,15 @@ def read_row(root: Path, trial: Trial, target: float | None) -> Row:
         status,
         str(word.get("reason", ""))[:1000],
         top1=number(summary.get("top1")) if is_good else None,
+        average_top1=number(summary.get("average_top1", summary.get("top1"))) if is_good else None,
         best_top1=number(best.get("top1")) if is_good and isinstance(best, dict) else None,
         steps_to=reached,
         epochs_to=epochs_to,
         images_to=None if epochs_to is None or num_train is None else epochs_to * num_train,
+        seconds_to=None if wall_s is None or startup_s is None else wall_s - startup_s,
         steps=steps,
         images_per_second=number(summary.get("images_per_second")),
+        memory_bytes=number(summary.get("memory_bytes")),
         wall_s=number(summary.get("wall_s")),
     )
 
@@ -126,13 +138,15 @@ def _read(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _find_step(summary: Mapping[str, Any], target: float | None) -> float | None:
-    """The step of the first evaluation that reached the target."""
+def _find_reached(summary: Mapping[str, Any], sweep: SweepFile) -> tuple[float | None, float | None]:
+    """Step and seconds of the first evaluation that reached the target."""
     points = summary.get("time_to_accuracy")
-    for point in points if target is not None and isinstance(points, list) else ():
-        if isinstance(point, dict) and (top1 := number(point.get("top1"))) is not None and top1 >= (target or 0):
-            return number(point.get("step"))
-    return None
+    if sweep.measure == "average_top1":
+        points = summary.get("average_time_to_accuracy", points)
+    for point in points if sweep.target is not None and isinstance(points, list) else ():
+        if isinstance(point, dict) and (top1 := number(point.get("top1"))) is not None and top1 >= (sweep.target or 0):
+            return number(point.get("step")), number(point.get("wall_s"))
+    return None, None
 
 
 def choose_best(rows: Sequence[Row], measure: str) -> Trial | None:
@@ -172,7 +186,8 @@ def _judge(rows: Sequence[Row], measure: str) -> Place:
     confirming = [row for row in rows if row.trial.is_confirming and row.is_settled]
     own = [row for row in rows if best and not row.trial.is_confirming and row.trial.number == best.number]
     counted = confirming or own
-    accuracy = "best_top1" if measure == "best_top1" else "top1"
+    accuracy = "top1" if measure in TO_TARGET else measure
+    told = (accuracy, *TO_TARGET, "images_per_second", "memory_bytes", "wall_s")
     return Place(
         first.cell,
         first.point,
@@ -181,7 +196,7 @@ def _judge(rows: Sequence[Row], measure: str) -> Place:
         best,
         bool(confirming),
         tuple(row.trial.seed for row in counted),
-        *(Spread.of([getattr(row, key) for row in counted]) for key in (accuracy, *TO_TARGET)),
+        *(Spread.of([getattr(row, key) for row in counted]) for key in told),
     )
 
 
@@ -190,15 +205,27 @@ def tabulate(sweep: SweepFile, places: Sequence[Place]) -> Numbers:
     keys = list(sweep.grid)
     heads = ["cell", *(key.rpartition(".")[2] for key in keys), "trials", "bad", "best settings", "seeds", "top-1, %"]
     if sweep.target is not None:
-        heads += [f"steps to {100 * sweep.target:g} %", f"epochs to {100 * sweep.target:g} %"]
+        heads += [f"{unit} to {100 * sweep.target:g} %" for unit in ("steps", "epochs", "seconds")]
+    has_memory = any(place.memory_bytes.mean is not None for place in places)
+    heads += ["images/s", "seconds a run", *(["GiB of a GPU"] if has_memory else [])]
     rows = []
     for place in places:
         row = [place.cell, *(_show(value) for _, value in place.point), str(place.num_trials), str(place.num_bad)]
         row += [phrase_settings(place.best), ", ".join(map(str, place.seeds)) or NONE, place.accuracy.phrase(100)]
         if sweep.target is not None:
-            row += [place.steps_to.phrase(digits=0), place.epochs_to.phrase(digits=1)]
+            row += [
+                place.steps_to.phrase(digits=0),
+                place.epochs_to.phrase(digits=1),
+                place.seconds_to.phrase(digits=1),
+            ]
+        row += [_phrase_mean(place.images_per_second), _phrase_mean(place.wall_s, digits=1)]
+        row += [_phrase_mean(place.memory_bytes, 1 / GIB, digits=1)] if has_memory else []
         rows.append(row)
     return Numbers(heads, rows)
+
+
+def _phrase_mean(spread: Spread, factor: float = 1.0, digits: int = 0) -> str:
+    return NONE if spread.mean is None else f"{factor * spread.mean:,.{digits}f}"
 
 
 def phrase_settings(trial: Trial | None) -> str:
@@ -244,6 +271,10 @@ def to_json(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str) -> st
                             ("steps_to", place.steps_to),
                             ("epochs_to", place.epochs_to),
                             ("images_to", place.images_to),
+                            ("seconds_to", place.seconds_to),
+                            ("images_per_second", place.images_per_second),
+                            ("memory_bytes", place.memory_bytes),
+                            ("wall_s", place.wall_s),
                         )
                     },
                 }

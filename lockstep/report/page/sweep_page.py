@@ -98,7 +98,18 @@ def _draw(place: int, name: str, found: Sequence[tuple[Any, Spread]], is_share: 
 
 
 def _list_trials(rows: Sequence[Row]) -> Numbers:
-    heads = ["trial", "settings", "seed", "status", "top-1, %", "best, %", "steps to", "images/s", "time"]
+    heads = [
+        "trial",
+        "settings",
+        "seed",
+        "status",
+        "top-1, %",
+        "of the average, %",
+        "best, %",
+        "steps to",
+        "seconds to",
+    ]
+    heads += ["images/s", "time"]
     told = []
     for row in rows:
         trial = row.trial
@@ -107,8 +118,10 @@ def _list_trials(rows: Sequence[Row]) -> Numbers:
             NONE if value is None else f"{factor * value:,.{digits}f}"
             for value, factor, digits in (
                 (row.top1, 100, 2),
+                (row.average_top1, 100, 2),
                 (row.best_top1, 100, 2),
                 (row.steps_to, 1, 0),
+                (row.seconds_to, 1, 1),
                 (row.images_per_second, 1, 0),
             )
         ]
