@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from lockstep.errors import Diverged, LockstepError
 from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
 from lockstep.recipes.trials import MOST_TRIALS, draw, plan_trials, spread
-from lockstep.report.sweep_rows import find_places, tabulate
+from lockstep.report.page.sweep_page import draw_places
+from lockstep.report.sweep_rows import Spread, find_places, tabulate
 from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results
 
 PLAIN = """
@@ -255,6 +257,20 @@ def test_averaged_weights_count_where_they_are_asked_for(runs: Runs, tmp_path: P
     assert [found[measure][1] for measure in found] == [80, 40]
     assert found["average_top1"][2]["seconds to 50 %"] == "0.8"
     assert found["average_top1"][2]["GiB of a GPU"] == "3.0"
+
+
+def test_a_cell_has_its_colour_in_every_chart(runs: Runs, tmp_path: Path) -> None:
+    """Only LARS reaches the target, which leaves momentum out of the second chart."""
+    sweep = start(tmp_path, PLAIN.replace("confirm = [1, 2]", "confirm = []"))
+    assert work(sweep, lambda line: None)
+    places = [
+        replace(place, steps_to=Spread.of([]) if place.cell == "momentum" else place.steps_to)
+        for place in find_places(sweep.rows(), "top1")
+    ]
+    charts = [draw_places(sweep.file, places, what) for what in ("accuracy", "steps_to")]
+    colors = [{trace["name"]: trace["line"]["color"] for trace in chart.traces} for chart in charts if chart]
+    assert list(colors[0]) == ["momentum", "LARS"]
+    assert colors[1] == {"LARS": colors[0]["LARS"]}
 
 
 def test_a_fault_that_meets_every_trial_ends_the_sweep_after_two(runs: Runs, tmp_path: Path) -> None:

@@ -45,14 +45,16 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
         x = point.pop(key, place.cell)
         others = [f"{name.rpartition('.')[2]} {value}" for name, value in point.items()]
         spread = place.accuracy if what == "accuracy" else place.steps_to
-        if spread.mean is not None:
-            groups.setdefault(", ".join([place.cell, *others] if key else others), []).append((x, spread))
+        found = groups.setdefault(", ".join([place.cell, *others] if key else others), [])
+        found += [(x, spread)] if spread.mean is not None else []
+    colored = list(groups)  # a line has the same colour in every chart
+    groups = {name: found for name, found in groups.items() if found}
     if not groups:
         return None
     is_share = what == "accuracy"
     goal = 100 * (sweep.target or 0)
     title = "Top-1 on the validation set" if is_share else f"Steps to {goal:g} %"
-    traces = [_draw(place, name, found, is_share) for place, (name, found) in enumerate(groups.items())]
+    traces = [_draw(colored.index(name), name, found, is_share) for name, found in groups.items()]
     says = "; ".join(
         f"{name}: "
         + ", ".join(f"{x} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
