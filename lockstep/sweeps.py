@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.engine.reuse import Kept
 
 CLAIMS = ".claims"  # locks on trials, in the sweep's folder
-ENOUGH = 2  # failures for one reason, and nothing else, end a sweep
+ENOUGH = 2  # places where trials failed for one reason, and nothing else yet, end a sweep
 LOOK_S = 0.5  # between two looks at what other processes have done
 Say = Callable[[str], None]
 
@@ -127,7 +127,7 @@ def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> b
     from lockstep.engine.reuse import Kept
 
     kept = kept or Kept()
-    begun, taken = time.monotonic(), list[Row]()
+    begun, num_taken = time.monotonic(), 0
     while True:
         places = sweep.places()
         turned = places[turn % len(places) :] + places[: turn % len(places)]
@@ -141,16 +141,25 @@ def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> b
             release(sweep, trial)
             if row is None:
                 return False
-            taken.append(row)
-            say(_phrase(sweep, row, (time.monotonic() - begun) / len(taken)))
+            num_taken += 1
+            say(_phrase(sweep, row, (time.monotonic() - begun) / num_taken))
             prune(sweep, trial)
-            if len(taken) == ENOUGH and all(one.status == "failed" and one.reason == row.reason for one in taken):
-                raise LockstepError(f"The first {ENOUGH} trials failed alike, and so would the others: {row.reason}")
+            refuse_to_go_on(sweep, row)
             break  # to the same place again, or to its second stage: its parts are still there
         if not is_new:
             if all(row.is_settled for row in sweep.rows()):
                 return True
             time.sleep(LOOK_S)  # others have the rest in hand; what they find may open a second stage
+
+
+def refuse_to_go_on(sweep: Sweep, last: Row) -> None:
+    """End a sweep all of whose trials failed alike so far, unless at one place of several, which may be at fault."""
+    settled = [row for row in sweep.rows() if row.is_settled]
+    if any((row.status, row.reason) != ("failed", last.reason) for row in settled):
+        return
+    num_places = len({trial.place for trial in sweep.trials})
+    if len(settled) >= ENOUGH and len({row.trial.place for row in settled}) >= min(ENOUGH, num_places):
+        raise LockstepError(f"All {len(settled)} trials so far failed alike, and so would the others: {last.reason}")
 
 
 _claims: dict[str, int] = {}  # open locks, by trial

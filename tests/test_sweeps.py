@@ -273,12 +273,30 @@ def test_a_cell_has_its_colour_in_every_chart(runs: Runs, tmp_path: Path) -> Non
     assert colors[1] == {"LARS": colors[0]["LARS"]}
 
 
-def test_a_fault_that_meets_every_trial_ends_the_sweep_after_two(runs: Runs, tmp_path: Path) -> None:
+def test_a_fault_that_meets_all_places_ends_the_sweep_at_the_second(runs: Runs, tmp_path: Path) -> None:
     sweep = start(tmp_path)
     runs.bad = {trial.folder: LockstepError("There is no folder cifar10.") for trial in sweep.trials}
-    with pytest.raises(LockstepError, match=r"The first 2 trials failed alike.*There is no folder cifar10\."):
+    with pytest.raises(LockstepError, match=r"All 4 trials so far failed alike.*There is no folder cifar10\."):
         work(sweep, lambda line: None)
-    assert len(runs.taken) == 2
+    assert runs.taken == [trial.folder for trial in sweep.trials[:4]]  # three of the first place, one of the second
+
+
+def test_a_sweep_of_one_place_ends_when_two_trials_failed_alike(runs: Runs, tmp_path: Path) -> None:
+    sweep = start(tmp_path, 'recipe = "quickstart"\ntrials = 5\nrandom.optim.lr = {log = [0.1, 1.0]}\n')
+    runs.bad = {trial.folder: LockstepError("There is no folder cifar10.") for trial in sweep.trials}
+    with pytest.raises(LockstepError, match="All 2 trials so far failed alike"):
+        work(sweep, lambda line: None)
+
+
+def test_a_cell_that_cannot_work_does_not_keep_the_others_from_it(runs: Runs, tmp_path: Path) -> None:
+    """Nor when the sweep is started again, and the failed trials are the first that are taken."""
+    text = PLAIN.replace("confirm = [1, 2]", "confirm = []").replace("[64, 256]", "[64]")
+    for _ in range(2):
+        sweep = start(tmp_path, text)
+        retry_failed(sweep)
+        runs.bad = {trial.folder: LockstepError("Out of memory.") for trial in sweep.trials[:3]}
+        assert work(sweep, lambda line: None)
+        assert [row.status for row in sweep.rows()] == ["failed"] * 3 + ["finished"] * 3
 
 
 def test_a_sweep_with_other_settings_is_not_mixed_in(runs: Runs, tmp_path: Path) -> None:
