@@ -429,11 +429,11 @@ class Trainer:
 
     def _save_at_last(self) -> None:
         """If the last checkpoint could not be written: once more, and a run that cannot keep its last steps failed."""
-        if not self.world.broadcast_value(bool(self.unsaved)):  # rank 0's alone
+        if not self.world.broadcast_value(self.unsaved):  # which rank 0 alone knows
             return
         self._save()
-        if self.world.broadcast_value(bool(self.unsaved)):
-            raise SharedError(self.unsaved)
+        if failure := self.world.broadcast_value(self.unsaved):
+            raise SharedError(failure)
 
     def resume(self, has_finished: bool = True, may_be_finished: bool = False) -> bool:
         """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.
