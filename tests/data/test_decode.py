@@ -188,10 +188,10 @@ def test_a_jpeg_of_thousands_of_scans_is_refused_at_once(kind: str) -> None:
         "cmyk": lambda: encode(Image.fromarray(pixels).convert("CMYK"), progressive=True),
     }[kind]()
     assert decode(repeat_scan(whole, 1)).shape == (800, 800, 3)
-    data, start = repeat_scan(whole, 3000), time.perf_counter()
+    data, start = repeat_scan(whole, 3000), time.process_time()
     with pytest.raises(DecodeError, match=f"more than {MAX_SCANS} scans"):
         decode(data)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_few_bytes_that_promise_billions_of_pixels_are_refused_at_once() -> None:

@@ -62,7 +62,7 @@ def test_the_bound_holds_for_the_first_size_too() -> None:
     choices = [FLAT, *(Choice("torus", size) for size in range(2, 40))]
     begun = time.perf_counter()
     timings = measure_messages(hybrid, world_of_one(), torch.ones(65536), choices, SIZES, 0.5)  # type: ignore[arg-type]
-    assert time.perf_counter() - begun < 1.5  # all of them would take 11 s at the first size alone
+    assert time.perf_counter() - begun < 5  # all of them would take 11 s at the first size alone
     assert timings[0].choice == FLAT
 
 

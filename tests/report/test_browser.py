@@ -165,12 +165,18 @@ def test_a_contact_sheet_is_whole_and_its_names_are_text(page: Page, tmp_path: P
     assert page.run("document.querySelectorAll('script').length") == 2
 
 
-def test_10000_steps_open_quickly(page: Page, tmp_path: Path) -> None:
-    report = write_report(write_run(tmp_path / "run", make_run(steps=10_000, per_epoch=500, log_every=1)))
-    assert report.stat().st_size < 8e6
-    seconds = page.show(f"file://{report}")
-    # Where other work holds the page up, the time it computed itself counts.
-    assert seconds < 3 or page.measure_work() < 3
+def test_10000_steps_open_about_as_quickly_as_100(page: Page, tmp_path: Path) -> None:
+    """Seconds say little of a page on a machine that is slow or busy; what its own thread computes is compared."""
+    work: dict[int, list[float]] = {100: [], 10_000: []}
+    num_bytes = {}
+    for steps in (100, 10_000) * 2:
+        events = make_run(steps=steps, per_epoch=steps // 20, log_every=1)
+        report = write_report(write_run(tmp_path / f"run-{steps}-{len(work[steps])}", events))
+        page.show(f"file://{report}")
+        work[steps].append(page.measure_work())
+        num_bytes[steps] = report.stat().st_size
+    assert min(work[10_000]) < 1.5 * min(work[100])
+    assert num_bytes[10_000] < 1.2 * num_bytes[100] < 8e6  # most of it is plotly.js; curves are thinned
     check(page)
 
 
