@@ -182,7 +182,8 @@ class Rig:
         """
         launched = build_launched(self._parts, len(self._batch.labels))
         ready_s, before = self._rehearse_watched(launched)
-        step.prepare(self._batch)
+        # Its place may have a channel more than the batch: other kernels, which no recording may be the first to run.
+        step.prepare(self._batch, WARM_UP_STEPS)
         passes = _take_medians([self._time_passes(step) for _ in range(READY_PASSES)][1:])
         return [ready * min(1.0, passes.step_s / before.step_s) for ready in ready_s], passes
 
