@@ -169,7 +169,8 @@ def test_a_gpu_answers_as_the_cpu_does(copied: Path, named_images: Path, compute
     ):
         chances = {guess.label: guess.probability for guess in other.guesses}
         for guess in one.guesses:
-            assert guess.probability == pytest.approx(chances[guess.label], abs=1e-4 if compute == "fp32" else 1e-2)
+            # A CPU rounds a resized image to whole levels, as Pillow does; a GPU does not.
+            assert guess.probability == pytest.approx(chances[guess.label], abs=1e-3 if compute == "fp32" else 1e-2)
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
