@@ -310,7 +310,7 @@ class OptimConfig(Section):
 
     section = "optim"
     only_with = {
-        "momentum": ("name", ("sgd", "lars")),
+        "momentum": ("name", ("sgd", "lars", "muon")),
         "nesterov": ("name", ("sgd",)),
         "trust_coefficient": ("name", ("lars",)),
         "epsilon": ("name", ("lars",)),
@@ -329,15 +329,17 @@ class OptimConfig(Section):
         "label_smoothing": ("loss", ("cross_entropy",)),
     }
 
-    name: Literal["sgd", "lars", "lamb", "adamw", "svrg", "halp"] = Field(default="sgd", description="the update rule")
+    name: Literal["sgd", "lars", "lamb", "adamw", "muon", "svrg", "halp"] = Field(
+        default="sgd", description="the update rule"
+    )
     lr: float = Field(gt=0, le=LARGEST, examples=[0.1], description="learning rate after warm-up")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd and lars")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="momentum of sgd, lars and muon")
     nesterov: bool = Field(default=False, description="Nesterov's form of momentum (sgd)")
     weight_decay: float = Field(
         default=1e-4,
         ge=0,
         le=LARGEST,
-        description="weight decay, added to the gradient; to the direction (lamb, adamw)",
+        description="weight decay, added to the gradient; to the direction (lamb, adamw, muon)",
     )
     decay_norm_and_bias: bool = Field(default=False, description="decay batch-norm parameters and biases too")
     adapt_norm_and_bias: bool = Field(

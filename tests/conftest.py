@@ -17,6 +17,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.markexpr = config.option.markexpr or "not gpu"
+    if config.option.markexpr == "gpu" and not config.option.collectonly:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("the tests marked gpu need one that PyTorch can use; there is none here")
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA what there is
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is defined: kernels run on the CPU, step by step

@@ -83,7 +83,7 @@ def test_the_tree_is_frozen() -> None:
         ("optim.beta1=1", "optim.beta1 = 1 must be below 1, such as 0.9"),
         ("optim.beta2=-0.1", "optim.beta2 = -0.1 must be at least 0, such as 0.999"),
         ("optim.label_smoothing=1", "optim.label_smoothing = 1 must be below 1, such as 0.0"),
-        ("optim.name=adam", "optim.name = \"adam\" must be 'sgd', 'lars', 'lamb', 'adamw', 'svrg' or 'halp'"),
+        ("optim.name=adam", "optim.name = \"adam\" must be 'sgd', 'lars', 'lamb', 'adamw', 'muon', 'svrg' or 'halp'"),
         ("optim.adamw_epsilon=0", "optim.adamw_epsilon = 0 must be above 0, such as 1e-08"),
         ("optim.clip_norm=-1", "optim.clip_norm = -1 must be at least 0, such as 0.0"),
         ("optim.clip_norm=inf", "optim.clip_norm = Infinity must be a finite number, such as 0.0"),
@@ -166,7 +166,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         ),
         (
             ["optim.name=adamw", "optim.momentum=0.8"],
-            'optim.momentum = 0.8 has no effect with optim.name = "adamw", only with sgd, lars; '
+            'optim.momentum = 0.8 has no effect with optim.name = "adamw", only with sgd, lars, muon; '
             "leave it at 0.9 or change optim.name",
         ),
         (

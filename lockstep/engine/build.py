@@ -51,6 +51,7 @@ from lockstep.optim.lars import Lars
 from lockstep.optim.loss import SummedLoss, cross_entropy_sum
 from lockstep.optim.loss_scale import LossScale
 from lockstep.optim.naive_lars import NaiveLars
+from lockstep.optim.muon import Muon
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
@@ -292,6 +293,8 @@ def build_rule(config: RunConfig, layout: Layout, device: torch.device) -> Rule:
             return Lamb(layout, device, epsilon=optim.lamb_epsilon, **betas, **common)
         case "adamw":
             return AdamW(layout, device, epsilon=optim.adamw_epsilon, **betas, **common)
+        case "muon":
+            return Muon(layout, device, momentum=optim.momentum, **common)
         case "svrg":
             return Svrg(layout, device, weight_decay=optim.weight_decay)
         case "halp":

@@ -18,7 +18,7 @@ from lockstep.engine.checkpoint import Checkpoint, DamagedCheckpoint
 
 MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in every format here
 MAX_RANKS = 1 << 20
-RULES = ("sgd", "lars", "lamb", "adamw", "svrg", "halp")
+RULES = ("sgd", "lars", "lamb", "adamw", "muon", "svrg", "halp")
 NUM_SCALE_NUMBERS = 4  # the state of a loss scale
 CLASSES = "classes"  # the key of their names
 MAX_NAMES_BYTES = 1 << 25  # of all of them, as JSON has them: far less than a manifest may have

@@ -12,6 +12,7 @@ from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.optim.adamw import AdamW
 from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
+from lockstep.optim.muon import Muon
 from lockstep.optim.rule import PIECE, Rule, Segments
 from lockstep.optim.sgd import Sgd
 
@@ -22,6 +23,7 @@ RULES: dict[str, BuildRule] = {
     "lars": Lars,
     "lamb": Lamb,
     "adamw": AdamW,
+    "muon": Muon,
     "clipped": partial(Lars, clip_norm=0.5),
 }
 every_rule = pytest.mark.parametrize("build_rule", RULES.values(), ids=RULES)
