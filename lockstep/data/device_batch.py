@@ -5,7 +5,9 @@ there already. On the CPU, where tests run it, the same path has no stream and t
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from lockstep.data.nvjpeg import Nvjpeg
 from lockstep.data.read_process import ReadPool
 from lockstep.data.reader import Fetch, SampleReader
 from lockstep.data.resident import Resident
+from lockstep.kernels import has_triton
 from lockstep.kernels.crop import crop_resize, crop_resize_plain, crop_table, interleaved, planar
 
 # Pinned memory that a thread fills before it sends it off: a block of photographs in one piece, of posters in several.
@@ -68,6 +71,11 @@ class DevicePath:
         # Triton compiles at the first launch, which two threads must not do at once.
         self._launch_lock = threading.Lock()
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether batches are changed by kernels, or by their plain version."""
+        return self.lane.stream is not None and has_triton()
+
     def begin(self, request: Request) -> "DeviceBatch":
         """A batch to be filled."""
         return DeviceBatch(self, request)
@@ -89,8 +97,12 @@ class DevicePath:
 
     def crop(self, table: Tensor, out: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         """Fill `out` from the images of the table, in the lane."""
+        self.launch(crop_resize if out.is_cuda else crop_resize_plain, table, out, mean, std)
+
+    def launch(self, function: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Call what launches kernels, one thread at a time."""
         with self._launch_lock:
-            (crop_resize if out.is_cuda else crop_resize_plain)(table, out, mean, std)
+            function(*arguments, **options)
 
 
 class DeviceBatch:
@@ -221,7 +233,8 @@ class DeviceBatch:
             images = torch.empty(shape, dtype=path.dtype, device=lane.device, memory_format=torch.channels_last)
             table = lane.send(table)
             if retouch:
-                images = retouch.make_batch(table, images, path.crop, path.mean, path.std, lane.send)
+                launch = path.launch if path.has_kernels else None
+                images = retouch.make_batch(table, images, path.crop, path.mean, path.std, lane.send, launch)
             else:
                 path.crop(table, images, path.mean, path.std)
             sent = lane.send(torch.from_numpy(labels))

@@ -2,7 +2,8 @@
 
 Squares are whole levels, 0…255, height × width × RGB. `apply_operation` does one square by Pillow, which defines what
 the operations are, and is the CPU's way; `apply_operations` does a batch on its device, grouped by operation, and gives
-the same levels: sums and products are Pillow's, in whole numbers or in its own order of rounding.
+the same levels: sums and products are Pillow's, in whole numbers or in its own order of rounding. It is the plain
+version of `kernels/retouch_kernel.py`, which is a GPU's way.
 """
 
 from collections.abc import Callable
@@ -88,6 +89,14 @@ def plan_moves(kinds: NDArray[np.int64], amounts: NDArray[np.float64], size: int
     return moves
 
 
+def fix_moves(moves: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The same from the middles of pixels, in Pillow's fixed-point numbers of 16 bits behind the point."""
+    fixed = moves.copy()
+    for first, last in ((0, 2), (3, 5)):
+        fixed[:, last] = moves[:, last] + moves[:, first] * 0.5 + moves[:, first + 1] * 0.5
+    return np.floor(fixed * 65536 + 0.5).astype(np.int64)
+
+
 def apply_operation(square: Pixels, kind: int, amount: float) -> Pixels:
     """One operation on one square, by Pillow."""
     if not kind:
@@ -118,7 +127,8 @@ def apply_operations(squares: Tensor, operations: Operations, send: Callable[[Te
     amounts = np.zeros((len(order), 6))
     amounts[:, 0] = operations.amounts[order]
     moved = groups[0][0]
-    amounts[: len(moved)] = plan_moves(operations.kinds[moved], operations.amounts[moved], squares.shape[1])
+    moves = plan_moves(operations.kinds[moved], operations.amounts[moved], squares.shape[1])
+    amounts[: len(moved)] = fix_moves(moves)
     there, values = send(torch.from_numpy(order)), send(torch.from_numpy(amounts))
     start = 0
     for rows, change in groups:
@@ -130,10 +140,7 @@ def apply_operations(squares: Tensor, operations: Operations, send: Callable[[Te
 def _move(squares: Tensor, moves: Tensor) -> Tensor:
     """Nearest pixels by Pillow's fixed-point numbers, black where there is none."""
     count, size = squares.shape[:2]
-    from_middle = moves.clone()  # of the first pixel
-    for first, last in ((0, 2), (3, 5)):
-        from_middle[:, last] = moves[:, last] + moves[:, first] * 0.5 + moves[:, first + 1] * 0.5
-    a, b, c, d, e, f = (from_middle * 65536 + 0.5).floor().long()[:, :, None, None].unbind(1)
+    a, b, c, d, e, f = moves.long()[:, :, None, None].unbind(1)
     steps = torch.arange(size, device=squares.device)
     across, down = steps[None, None, :], steps[None, :, None]
     x, y = (a * across + b * down + c) >> 16, (d * across + e * down + f) >> 16

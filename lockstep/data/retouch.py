@@ -4,7 +4,8 @@
 
 Every draw is a hash of (seed, epoch, sample), made for a whole batch at once. On the CPU the thread that makes a row
 does all but the mixing, which is for the thread that completes the batch: NumPy and Pillow, as PyTorch would start
-threads of its own. On a GPU the same is done to the batch behind its crop, on the input's stream.
+threads of its own. On a GPU the same is done to the batch behind its crop, on the input's stream, in three launches of
+`kernels/retouch_kernel.py`; what `make_batch` does without them is their plain version.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,15 +29,37 @@ from lockstep.data.augment import (
 from lockstep.data.decode import Pixels
 from lockstep.data.mixing import Mixing, cover_boxes, draw_mixing, mix_labels, mix_pairs, mix_plain
 from lockstep.data.order import Samples, StepPlan
-from lockstep.data.policy import Operations, apply_operation, apply_operations, draw_operations
+from lockstep.data.policy import (
+    Operations,
+    apply_operation,
+    apply_operations,
+    draw_operations,
+    fix_moves,
+    plan_moves,
+)
 
 # The share of an image that random erasing takes and its width over height (Zhong et al. 2017, arXiv 1708.04896).
 ERASED_AREA, ERASED_RATIO = (0.02, 0.4), (0.3, 1 / 0.3)
 # Numbers that a GPU changes at once: what they take in between is a few times their size.
 MAX_ELEMENTS = 1 << 25
+LEVELS = (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255)  # mean and deviation that leave a crop's levels as they are
 
 Send = Callable[[Tensor], Tensor]  # an array to the device
 Crop = Callable[[Tensor, Tensor, tuple[float, ...], tuple[float, ...]], None]  # table, out, mean, std
+Launch = Callable[..., None]  # calls a function that launches kernels: one thread at a time
+
+# A row of the kernels' plan, 8 bytes each.
+ROW = np.dtype(
+    [
+        ("kind", np.int64),  # of the operation, and its amount
+        ("amount", np.float64),
+        ("move", np.int64, 6),  # where a pixel comes from, as `fix_moves` has it
+        ("shift", np.int64, 2),
+        ("erased", np.int64, 4),
+        ("weight", np.float64),  # of the pair that begins here, and its box
+        ("exchanged", np.int64, 4),
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -91,9 +114,69 @@ class Retouch:
         return (labels if self.mixing is None else mix_labels(labels, self.mixing))[self.own]
 
     def make_batch(
-        self, table: Tensor, images: Tensor, crop: Crop, mean: tuple[float, ...], std: tuple[float, ...], send: Send
+        self,
+        table: Tensor,
+        images: Tensor,
+        crop: Crop,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        send: Send,
+        launch: Launch | None = None,
     ) -> Tensor:
-        """The whole batch on a device, in the empty `images`; returns the rows that remain."""
+        """The whole batch on a device, in the empty `images`, by kernels if they can be launched; the rows that remain.
+
+        The host waits for the device nowhere.
+        """
+        if launch:
+            self._make_by_kernels(table, images, crop, mean, std, send, launch)
+        else:
+            self._make_plain(table, images, crop, mean, std, send)
+        return images[self.own]
+
+    def _make_by_kernels(
+        self,
+        table: Tensor,
+        images: Tensor,
+        crop: Crop,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        send: Send,
+        launch: Launch,
+    ) -> None:
+        from lockstep.kernels.retouch_kernel import change_squares, mix_squares
+
+        plan = send(self.write_plan(len(images), images.shape[2]))
+        has_levels = self.operations is not None
+        for rows in split_rows(images):
+            part = squares = images[rows]
+            if has_levels:
+                squares = torch.empty_like(part, dtype=torch.float32, memory_format=torch.channels_last)
+            elif self.shifts is not None:
+                squares = torch.empty_like(part, memory_format=torch.channels_last)
+            crop(table[rows], squares, *(LEVELS if has_levels else (mean, std)))
+            if has_levels or self.shifts is not None or self.erased is not None:
+                launch(change_squares, squares, plan[rows], part, mean, std, has_levels=has_levels)
+        if self.mixing is not None:
+            launch(mix_squares, images, plan)
+
+    def write_plan(self, count: int, size: int) -> Tensor:
+        """All of it in one array for the kernels, a `ROW` for each of the squares; on the host."""
+        plan = np.zeros(count, ROW)
+        if self.operations is not None:
+            plan["kind"], plan["amount"] = self.operations
+            plan["move"] = fix_moves(plan_moves(*self.operations, size))
+        if self.shifts is not None:
+            plan["shift"] = self.shifts
+        if self.erased is not None:
+            plan["erased"] = self.erased
+        if self.mixing is not None:
+            first = plan[: 2 * len(self.mixing.weights) : 2]
+            first["weight"], first["exchanged"] = self.mixing[:2]
+        return torch.from_numpy(plan.view(np.int64).reshape(count, ROW.itemsize // 8))
+
+    def _make_plain(
+        self, table: Tensor, images: Tensor, crop: Crop, mean: tuple[float, ...], std: tuple[float, ...], send: Send
+    ) -> None:
         shifts = None if self.shifts is None else send(torch.from_numpy(self.shifts))
         erased = None if self.erased is None else send(torch.from_numpy(self.erased))
         for rows in split_rows(images):
@@ -104,7 +187,7 @@ class Retouch:
                     part.copy_(shift_squares(part.permute(0, 2, 3, 1), shifts[rows]).permute(0, 3, 1, 2))
             else:
                 levels = torch.empty_like(part, dtype=torch.float32, memory_format=torch.channels_last)
-                crop(table[rows], levels, (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255))
+                crop(table[rows], levels, *LEVELS)
                 squares = levels.add_(0.5).permute(0, 2, 3, 1).to(torch.uint8)
                 if shifts is not None:
                     squares = shift_squares(squares, shifts[rows])
@@ -117,7 +200,6 @@ class Retouch:
             for rows in split_rows(images):
                 pairs = slice(rows.start // 2, rows.stop // 2)
                 mix_pairs(images[rows], weights[pairs], boxes[pairs])
-        return images[self.own]
 
 
 def draw_retouch(seed: int, plan: StepPlan, size: int, wanted: Augmentation) -> Retouch | None:
