@@ -50,8 +50,8 @@ from lockstep.optim.lamb import Lamb
 from lockstep.optim.lars import Lars
 from lockstep.optim.loss import SummedLoss, cross_entropy_sum
 from lockstep.optim.loss_scale import LossScale
-from lockstep.optim.naive_lars import NaiveLars
 from lockstep.optim.muon import Muon
+from lockstep.optim.naive_lars import NaiveLars
 from lockstep.optim.rule import Rule
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.sgd import Sgd
