@@ -150,7 +150,13 @@ class DataConfig(Section):
         default="auto", description="who decodes training images; auto: on a GPU nvJPEG, and threads where they help"
     )
     read_processes: int = Field(
-        default=2, ge=0, le=1 << 12, description="processes of a rank that read files for nvJPEG; 0: its own threads do"
+        default=-1,
+        ge=-1,
+        le=1 << 12,
+        description=(
+            "processes of a rank that read for a GPU's nvJPEG, or decode where most images are no JPEGs; 0: its own "
+            "threads do; -1: 2 to read, and to decode by the cores it may use"
+        ),
     )
     decode_threads: int = Field(
         default=0, ge=0, le=1 << 12, description="decoding threads of a rank; 0: from the cores it may use"

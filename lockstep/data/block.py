@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Block:
-    """Some rows' images, encoded, and their crops in the pixels they will have when decoded."""
+    """Some rows' images, as they were read, and their crops in the pixels they will have when decoded."""
 
     rows: Rows
     images: list[Loaded]
@@ -52,8 +52,14 @@ class Block:
 
     def decode(self, index: int, buffer: Pixels | None) -> Pixels:
         """One image of the block, on the host."""
-        _, data, header = self.images[index]
-        return decode(data, header, int(self.factors[index]), buffer)
+        _, data, header, is_decoded = self.images[index]
+        if not is_decoded:
+            return decode(data, header, int(self.factors[index]), buffer)
+        pixels = np.frombuffer(data, np.uint8)
+        if buffer is not None:
+            buffer[: pixels.size] = pixels
+            pixels = buffer[: pixels.size]
+        return pixels.reshape(header.height, header.width, 3)
 
     def select(self, chosen: NDArray[np.int64]) -> "Block":
         """Part of the block."""
@@ -78,7 +84,9 @@ def open_block(
         request.readable[rows[~has_image]] = False
         rows = rows[has_image]
     request.taken[rows] = [image.sample for image in found]
-    headers = np.array([(h.height, h.width, h.min_factor, h.max_factor) for _, _, h in found], np.int64).reshape(-1, 4)
+    headers = np.array([(h.height, h.width, h.min_factor, h.max_factor) for _, _, h, _ in found], np.int64).reshape(
+        -1, 4
+    )
     sides, bounds = headers[:, :2], headers[:, 2:]
     boxes, flips = request.place(rows, sides)
     factors = bounds[:, 0] if full_size else choose_factors(boxes, request.least, bounds)

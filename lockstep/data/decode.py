@@ -53,6 +53,11 @@ class Header(NamedTuple):
     max_factor: int
 
 
+def count_bytes(header: Header) -> int:
+    """What an image takes when it is decoded at its full size."""
+    return 3 * header.height * header.width
+
+
 def read_header(data: Encoded) -> Header:
     """Size and kind of an encoded image; DecodeError when no scale of it stays within MAX_PIXELS and MAX_SCANS."""
     if not len(data):

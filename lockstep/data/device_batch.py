@@ -1,7 +1,8 @@
 """A batch made on the GPU: images decoded at any size go to the device, and one kernel crops them all (steps 3 to 5).
 
 The decode threads write into pinned memory, a copy a block, on a stream beside the training step's; nvJPEG's images are
-there already. On the CPU, where tests run it, the same path has no stream and the kernel's plain version.
+there already. Processes read for nvJPEG, or where there is none decode in the threads' place what Pillow would. On the
+CPU, where tests run it, the same path has no stream and the kernel's plain version.
 """
 
 import threading
@@ -65,7 +66,7 @@ class DevicePath:
         read_processes: int = 0,
     ) -> None:
         self.reader, self.resident, self.nvjpeg = reader, resident, nvjpeg
-        self.read_pool = ReadPool(reader.source, read_processes if nvjpeg else 0, reader.watch.limit_s)
+        self.read_pool = ReadPool(reader.source, read_processes, reader.watch.limit_s, decodes=nvjpeg is None)
         self.mean, self.std, self.dtype = mean, std, dtype
         self.lane = Lane(device)
         # Triton compiles at the first launch, which two threads must not do at once.
@@ -88,6 +89,11 @@ class DevicePath:
     def interrupt(self) -> None:
         """No thread waits for a process that does not answer any more."""
         self.read_pool.kill()
+
+    def retire_readers(self) -> None:
+        """End the processes that read once every image is on the device, or is bad."""
+        if self.resident and self.read_pool and self.resident.num_missing <= len(self.reader.bad):
+            self.read_pool.retire()
 
     def close(self) -> None:
         """When all threads have stopped: end the processes that read, and wait for what is still on the lane."""
@@ -134,8 +140,13 @@ class DeviceBatch:
         rows = self._fill_known(rows)
         if not len(rows):
             return rows
-        reader = self._path.reader
-        block = open_block(self._request, rows, reader, full_size=self._path.resident is not None)
+        if self._path.nvjpeg:  # whose the processes are
+            return self._decode(rows, None)
+        with self._path.read_pool.lend() as process:
+            return self._decode(rows, process.load if process else None)
+
+    def _decode(self, rows: Rows, fetch: Fetch | None) -> Rows:
+        block = open_block(self._request, rows, self._path.reader, self._path.resident is not None, fetch)
         ends = np.cumsum(3 * block.sides.prod(axis=1))
         if not len(ends) or ends[-1] <= MAX_SLAB_BYTES:
             return self._fill_slab(block)
@@ -211,6 +222,7 @@ class DeviceBatch:
         self._kept += memory
         if self._path.resident is not None:
             self._path.resident.keep(self._request.taken[rows], addresses, strides, block.sides, memory)
+            self._path.retire_readers()
 
     def complete(self) -> None:
         """All images are on their way: crop them behind the last copy."""

@@ -25,6 +25,8 @@ from lockstep.data.threads import LOOK_S, DaemonPool, GivenUp
 
 # Rows of one task at most: enough to hide a task's cost, few enough to spread a batch over the threads.
 MAX_TASK_ROWS = 16
+# Where processes decode them: what a task costs is then all that the threads do.
+MAX_ASKED_ROWS = 32
 
 
 class Making(Protocol):
@@ -128,8 +130,8 @@ class Prefetcher:
     """Starts batches on a pool of threads and hands their tensors over.
 
     `fill_by_nvjpeg` hands rows of a batch to nvJPEG and returns those it leaves to the decode threads; with
-    `host_decodes` off, these are all that the decode threads get. The rows of a thread that hangs in a read of the
-    `reader` are done by another, while somebody waits for them.
+    `host_decodes` off, these are all that the decode threads get. So many `processes` decode for them, or none. The
+    rows of a thread that hangs in a read of the `reader` are done by another, while somebody waits for them.
     """
 
     def __init__(
@@ -139,10 +141,12 @@ class Prefetcher:
         fill_by_nvjpeg: Callable[[Making, Rows], Rows] | None = None,
         host_decodes: bool = True,
         reader: SampleReader | None = None,
+        processes: int = 0,
     ) -> None:
         self._path = path
         self._reader = reader
-        self._threads = threads
+        self._most_rows = MAX_ASKED_ROWS if processes else MAX_TASK_ROWS
+        self._num_decoding = processes or threads
         self._fill_by_nvjpeg = fill_by_nvjpeg
         self._host_decodes = host_decodes
         self.balance = Balance()
@@ -167,10 +171,10 @@ class Prefetcher:
         making = self._path.begin(request)
         known = making.known_rows()
         rows = np.setdiff1d(np.arange(len(request.samples)), known)
-        step = MAX_TASK_ROWS
+        step = self._most_rows
         if not self._fill_by_nvjpeg:  # which takes several tasks at once, as long as they fill a block
-            # At least two tasks a thread, so that one slow image does not hold up the others' last rows.
-            step = min(step, -(-len(rows) // (2 * self._threads))) or 1
+            # At least two tasks a decoder, so that one slow image does not hold up the others' last rows.
+            step = min(step, -(-len(rows) // (2 * self._num_decoding))) or 1
         parts = [rows[start : start + step] for start in range(0, len(rows), step)]
         if len(known) or not parts:
             parts.append(known)

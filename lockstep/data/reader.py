@@ -19,11 +19,12 @@ Result = TypeVar("Result")
 
 
 class Loaded(NamedTuple):
-    """A sample in memory, not yet decoded."""
+    """A sample in memory, as a rule not yet decoded."""
 
     sample: int
     data: Encoded
     header: Header
+    is_decoded: bool = False  # the data are the pixels, at full size
 
 
 Fetch = Callable[[list[int]], list[Loaded | None]]  # None for what the caller has to read himself

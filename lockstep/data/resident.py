@@ -28,6 +28,7 @@ class Resident:
 
     def __init__(self, num_samples: int, max_bytes: float) -> None:
         self._bytes_left = max_bytes
+        self.num_missing = num_samples
         self._addresses = np.zeros(num_samples, np.int64)  # 0: not here
         self._strides = np.zeros((num_samples, 3), np.int64)
         self._sides = np.zeros((num_samples, 2), np.int64)
@@ -37,12 +38,12 @@ class Resident:
     @property
     def num_images(self) -> int:
         """Images on the device."""
-        return int(np.count_nonzero(self._addresses))
+        return len(self._addresses) - self.num_missing
 
     @property
     def is_whole(self) -> bool:
         """Whether every image is here, and nothing is left to read."""
-        return bool(self._addresses.all())
+        return self.num_missing == 0
 
     def holds(self, samples: Samples) -> NDArray[np.bool_]:
         """Which of these are here."""
@@ -68,6 +69,7 @@ class Resident:
                 return
             self._bytes_left -= num_bytes
             self._memory += memory
+            self.num_missing -= len(np.unique(samples[self._addresses[samples] == 0]))
             self._strides[samples], self._sides[samples] = strides, sides
             self._addresses[samples] = addresses  # last: from here on other threads find them
 

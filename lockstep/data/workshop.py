@@ -23,9 +23,11 @@ from lockstep.errors import LockstepError
 ON_SHARE = 0.8
 # For what nvJPEG leaves; Python runs one thread at a time, and more that decode hold up those that keep nvJPEG busy.
 THREADS_BESIDE_NVJPEG = 4
+# That read for nvJPEG; that decode, at most: beyond so many the threads that take their pixels are what holds them up.
+READ_PROCESSES, MOST_DECODE_PROCESSES = 2, 8
 FORMAT_PROBES = 32  # images whose headers say whether nvJPEG has anything to do
-# A thread that comes back from nvJPEG or from a file waits for its turn among others, which by default may keep it for
-# 5 ms each: as long as nvJPEG takes for a block.
+# A thread that comes back from nvJPEG, a process or a file waits for its turn among others, which by default may keep
+# it for 5 ms each: as long as nvJPEG takes for a block.
 TURN_S = 0.0001
 
 DecoderName = Literal["auto", "cpu", "nvjpeg", "both"]
@@ -43,7 +45,7 @@ class Means(TypedDict):
     decoder: NotRequired[DecoderName]
     resident: NotRequired[Residence]
     shelf: NotRequired[Shelf | None]  # where decoded images stay for the pipelines of later runs
-    read_processes: NotRequired[int]  # that read files for nvJPEG
+    read_processes: NotRequired[int]  # that read files for nvJPEG, or decode them where Pillow would
     on_device: NotRequired[bool]  # whether the device crops; by default a GPU does
 
 
@@ -81,23 +83,26 @@ class Workshop:
         self._device = device
         self._decoder = choose_decoder(decoder, device)
         self._path: DevicePath | HostPath
+        num_decoding = 0  # processes
         if device.type == "cuda" if on_device is None else on_device:
             nvjpeg = Nvjpeg(device) if self._decoder in ("nvjpeg", "both") else None
-            if nvjpeg:
-                sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
             build = partial(build_resident, resident, reader, device, share)
             kept = shelf.take(reader.source, self._decoder, build) if shelf else build()
             read_processes = 0 if kept and kept.is_whole else read_processes
+            if nvjpeg or read_processes:
+                sys.setswitchinterval(min(sys.getswitchinterval(), TURN_S))
             self._path = DevicePath(reader, device, mean, std, dtype, kept, nvjpeg, read_processes)
+            num_decoding = 0 if nvjpeg else len(self._path.read_pool)
         else:
             self._path = HostPath(reader, mean, std, dtype)
-        self._threads, self._read_processes = threads, read_processes
+        self._threads = threads
         self._prefetcher = Prefetcher(
             self._path,
             threads,
             fill_by_nvjpeg=_fill_by_nvjpeg if self._decoder in ("nvjpeg", "both") else None,
             host_decodes=self._decoder != "nvjpeg",
             reader=reader,
+            processes=num_decoding,
         )
 
     @property
@@ -130,7 +135,7 @@ class Workshop:
         return Crew(
             decoder=self._decoder,
             threads=self._threads,
-            read_processes=self._read_processes if path and path.read_pool else 0,
+            read_processes=len(path.read_pool) if path else 0,
             threads_help=self._prefetcher.balance.helps,
             is_resident=path is not None and path.resident is not None,
             images_per_second=self._prefetcher.rate(),
@@ -160,12 +165,12 @@ def choose_decoder(wanted: DecoderName, device: torch.device) -> Literal["cpu", 
     return wanted
 
 
-def suits_nvjpeg(source: Source, device: torch.device, read_timeout_s: float = READ_TIMEOUT_S) -> bool:
-    """Whether nvJPEG could decode most of a source's images: it knows one format."""
+def needs_pillow(source: Source, device: torch.device, read_timeout_s: float = READ_TIMEOUT_S) -> bool:
+    """Whether most of a GPU's images are Pillow's to decode: nvJPEG and libjpeg-turbo know one format."""
     if device.type != "cuda":
         return False
     headers = probe_headers(source, FORMAT_PROBES, read_timeout_s)
-    return not headers or 2 * sum(bool(header.colors) for header in headers) > len(headers)
+    return bool(headers) and 2 * sum(not header.colors for header in headers) >= len(headers)
 
 
 def build_resident(wanted: Residence, reader: SampleReader, device: torch.device, share: float) -> Resident | None:

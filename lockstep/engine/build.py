@@ -31,7 +31,15 @@ from lockstep.data.retouch import Augmentation
 from lockstep.data.shards import is_packed, open_shards
 from lockstep.data.sources import DataSet, Source, open_folder
 from lockstep.data.webdataset import find_tars, open_tars, refuse_compressed
-from lockstep.data.workshop import THREADS_BESIDE_NVJPEG, DecoderName, Means, choose_decoder, suits_nvjpeg
+from lockstep.data.workshop import (
+    MOST_DECODE_PROCESSES,
+    READ_PROCESSES,
+    THREADS_BESIDE_NVJPEG,
+    DecoderName,
+    Means,
+    choose_decoder,
+    needs_pillow,
+)
 from lockstep.engine.brought import NOTHING, Brought, build_given, build_own_loss, has_own_data, open_own_data
 from lockstep.engine.passes import check_shares, plan_passes
 from lockstep.engine.statistics import list_averaged
@@ -350,15 +358,27 @@ def count_decode_threads(config: RunConfig, world: World, decoder: DecoderName) 
     return max(1, min(most, world.num_threads - 2))
 
 
+def count_read_processes(config: RunConfig, world: World, decoder: DecoderName, *, is_odd: bool) -> int:
+    """A few that read for nvJPEG; without it as many as cores but two, where most images are Pillow's to decode."""
+    wanted = config.data.read_processes
+    if choose_decoder(decoder, world.device) != "cpu":
+        return READ_PROCESSES if wanted < 0 else wanted
+    if not is_odd:  # threads decode JPEGs side by side
+        return 0
+    return max(1, min(MOST_DECODE_PROCESSES, world.num_threads - 2)) if wanted < 0 else wanted
+
+
 def plan_input(config: RunConfig, world: World, source: Source | None = None) -> InputPlan:
     """Who makes this run's batches, from what is asked for and what is there; without a source its images are JPEGs."""
     data = config.data
-    is_odd = data.decoder == "auto" and source and not suits_nvjpeg(source, world.device, data.read_timeout_s)
+    is_odd = False
+    if source is not None and data.decoder in ("auto", "cpu"):
+        is_odd = needs_pillow(source, world.device, data.read_timeout_s)
     decoder: DecoderName = "cpu" if is_odd else data.decoder
     return InputPlan(
         decoder=choose_decoder(decoder, world.device),
         threads=count_decode_threads(config, world, decoder),
-        read_processes=data.read_processes,
+        read_processes=count_read_processes(config, world, decoder, is_odd=is_odd),
         prefetch_batches=data.prefetch_batches,
     )
 
@@ -393,6 +413,9 @@ def build_train_pipeline(
 def build_eval_pipeline(config: RunConfig, world: World, source: Source, shelf: Shelf | None = None) -> EvalPipeline:
     """This rank's part of the validation set."""
     data = config.data
+    is_odd = not isinstance(source, OwnData) and needs_pillow(source, world.device, data.read_timeout_s)
+    threads = count_decode_threads(config, world, "cpu")
+    read_processes = count_read_processes(config, world, "cpu", is_odd=is_odd)
     return EvalPipeline(
         source,
         batch_size=EVAL_BATCH,
@@ -404,7 +427,7 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source, shelf: 
         bad_share=data.bad_share,
         read_timeout_s=data.read_timeout_s,
         # Always the same pixels, so that an evaluation can be repeated to the last sample.
-        **build_means(config, world, "cpu", count_decode_threads(config, world, "cpu"), shelf=shelf),
+        **build_means(config, world, "cpu", threads, read_processes, shelf),
     )
 
 

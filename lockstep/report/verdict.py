@@ -74,6 +74,8 @@ class Verdict:
             return "more samples per rank (a larger train.global_batch, or fewer ranks) would lower communication"
         start, chosen = self._start, self._input
         elsewhere = "smaller images (`lockstep data pack --short-side`) or faster storage would shorten the wait"
+        if chosen is not None and chosen.decoder == "cpu" and chosen.read_processes:
+            return f"more processes that decode (data.read_processes), {elsewhere}"
         if start is None or chosen is None or not chosen.images_per_second or chosen.decoder != "cpu":
             return f"more decode threads (data.decode_threads), {elsewhere}"
         wanted = self._images_per_second / start.world_size / max(1e-9, 1 - share_input)

@@ -100,6 +100,43 @@ def odd_photos(count: int) -> Pictures:
     return source
 
 
+def pillow_kinds() -> list[bytes]:
+    """Every kind of picture that Pillow decodes, all of 40 × 56 pixels."""
+    image = Image.fromarray(picture(40, 56, 5))
+    clear = image.convert("RGBA")
+    clear.putalpha(Image.linear_gradient("L").resize(image.size))
+    sixteen_bit = np.linspace(0, 65535, 40 * 56).reshape(40, 56).astype(np.uint16)
+    by_mode = [image.convert(mode) for mode in ("1", "L", "LA", "P", "RGB")]
+    return [
+        *(encode(kind, "PNG") for kind in (*by_mode, clear, Image.fromarray(sixteen_bit))),
+        encode(image.convert("P"), "PNG", transparency=3),
+        encode(image, "WEBP", lossless=True),
+        *(encode(image, kind) for kind in ("BMP", "TIFF", "GIF")),
+        encode(image.convert("CMYK"), subsampling=-1),
+    ]
+
+
+def cut_png(height: int, width: int) -> bytes:
+    """A PNG whose header is good and whose pixels end too early."""
+    return encode(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8), "PNG")[:-900]
+
+
+def icons(count: int) -> Pictures:
+    """What a set of small pictures holds that are no JPEGs, and a few that are; two of them are bad."""
+    kinds = pillow_kinds()
+    source = Pictures([kinds[number % len(kinds)] for number in range(count)])
+    for number in range(0, count, 5):
+        source.encoded[number] = encode(picture(30 + number % 7, 40, number), "PNG")
+    for number in range(3, count, 11):
+        source.encoded[number] = encode(picture(50, 60, number))
+    source.encoded[BAD_ICONS[0]] = cut_png(40, 40)
+    source.encoded[BAD_ICONS[1]] = b"this is not an image"
+    return source
+
+
+BAD_ICONS = [7, 19]
+
+
 class Hanging(Pictures):
     """Photos of which some do not come until they are let go."""
 

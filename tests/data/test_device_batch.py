@@ -5,22 +5,24 @@ import threading
 import time
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from lockstep.data import device_batch, workshop
+from lockstep.data import block, device_batch, workshop
 from lockstep.data.balance import Balance
 from lockstep.data.decode import decode
 from lockstep.data.jpeg_frame import Encoded
 from lockstep.data.nvjpeg import NUM_THREADS, Nvjpeg
 from lockstep.data.order import Cursor
-from lockstep.data.pipeline import Batch, TrainPipeline
+from lockstep.data.pipeline import Batch, Pipeline, TrainPipeline
+from lockstep.data.sources import open_folder
 from lockstep.kernels.crop import crop_resize
-from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, photos, picture
-from tests.data.test_pipeline import STD, eval_pipeline, take, train_pipeline
+from tests.data.pictures import BAD_AMONG_ODD, BAD_ICONS, Pictures, encode, icons, odd_photos, photos, picture
+from tests.data.test_pipeline import STD, eval_pipeline, same, take, train_pipeline
 from tests.data.test_read_process import wait_until
 
 # The host's path rounds to whole levels twice, the kernel never does; a level is 1 / 255 / std.
@@ -144,7 +146,7 @@ def test_nvjpeg_takes_what_it_can_and_leaves_the_rest(
     assert nvjpeg.num_decoded > 0  # in the sixth, for which the refused image is made smaller and so is not nvJPEG's
 
 
-def wait_for_processes(pipeline: TrainPipeline) -> None:
+def wait_for_processes(pipeline: Pipeline) -> None:
     """Until all are ready: they might only be when all is over."""
     path = pipeline._workshop._path
     assert isinstance(path, device_batch.DevicePath)
@@ -186,6 +188,120 @@ def test_processes_that_do_not_answer_do_not_keep_a_run_from_ending(monkeypatch:
     closing.start()
     closing.join(60)
     assert not closing.is_alive()
+
+
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workshop, "free_device_bytes", lambda device: 1 << 30)
+
+
+@pytest.mark.parametrize("resident", ["on", "off"])
+def test_batches_are_the_same_to_the_last_bit_whether_processes_decode(
+    resident: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy(monkeypatch)
+    source, options = icons(64), {"bad_share": 0.1, "global_batch": 40, "resident": resident}
+    found = []
+    for read_processes in (0, 2):
+        with on_device(source, read_processes=read_processes, **options) as pipeline:
+            wait_for_processes(pipeline)
+            found.append((list(islice(pipeline, 5)), pipeline.bad))
+        assert sorted(pipeline.bad) == BAD_ICONS
+    (without, bad), (with_processes, also_bad) = found
+    assert all(map(same, without, with_processes))
+    assert also_bad == bad  # word for word
+    assert "picture-7.jpg (image file is truncated" in bad[7]
+
+
+def test_evaluation_is_the_same_to_the_last_bit_whether_processes_decode() -> None:
+    source, options = icons(64), {"bad_share": 0.1, "on_device": True}
+    with (
+        eval_pipeline(source, read_processes=2, **options) as by_processes,
+        eval_pipeline(source, **options) as by_threads,
+    ):
+        wait_for_processes(by_processes)
+        assert all(map(same, by_processes, by_threads))
+        assert by_processes.bad == by_threads.bad
+
+
+def write_folder(folder: Path) -> None:
+    """Pictures of two kinds as PNG files."""
+    for split in ("train", "val"):
+        for name in ("ants", "bees"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(12):
+                data = encode(picture(32, 32, number + len(name)), "PNG")
+                (folder / split / name / f"{number}.png").write_bytes(data)
+
+
+def test_a_folder_of_png_files_is_decoded_by_processes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(tmp_path)
+    train, val = open_folder(tmp_path)
+    options = {"read_processes": 2, "on_device": True, "threads": 4}
+    expected = take(6, train_pipeline(train, on_device=True)), list(eval_pipeline(val, on_device=True))
+    with train_pipeline(train, **options) as training, eval_pipeline(val, **options) as evaluation:
+        for pipeline in (training, evaluation):
+            wait_for_processes(pipeline)
+            assert "2 processes reading and decoding" in pipeline.describe()
+            assert pipeline.crew().read_processes == 2
+        monkeypatch.setattr(block, "decode", forbidden)
+        monkeypatch.setattr(type(train), "read", forbidden)
+        assert all(map(same, islice(training, 6), expected[0]))
+        assert all(map(same, evaluation, expected[1]))
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("done in this process")
+
+
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_processes_killed_in_the_middle_of_an_epoch_are_done_without(num_killed: int) -> None:
+    source, options = icons(64), {"bad_share": 0.1, "global_batch": 16}
+    expected = take(8, on_device(source, **options))
+    with on_device(source, read_processes=2, **options) as pipeline:
+        wait_for_processes(pipeline)
+        batches = [next(pipeline)]
+        path = pipeline._workshop._path
+        assert isinstance(path, device_batch.DevicePath)
+        for process in path.read_pool._all[:num_killed]:
+            process.process.kill()
+        batches += islice(pipeline, 7)
+        assert f"({num_killed} died)" in pipeline.describe()
+    assert all(map(same, batches, expected))
+    assert sorted(pipeline.bad) == BAD_ICONS
+
+
+def test_processes_end_when_every_image_is_on_the_device_or_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    roomy(monkeypatch)
+    source, options = icons(64), {"bad_share": 0.1, "global_batch": 16, "resident": "on"}
+    expected = take(12, on_device(source, **options))
+    with on_device(source, read_processes=2, **options) as pipeline:
+        wait_for_processes(pipeline)
+        path = pipeline._workshop._path
+        assert isinstance(path, device_batch.DevicePath)
+        processes = [process.process for process in path.read_pool._all]
+        batches = [next(pipeline)]
+        assert "processes" in pipeline.describe()
+        batches += islice(pipeline, 11)
+        wait_until(lambda: all(process.returncode is not None for process in processes))
+        assert "process" not in pipeline.describe()
+        assert pipeline.crew().read_processes == 0
+    assert all(map(same, batches, expected))
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_processes_that_decode_and_do_not_answer_do_not_keep_a_run_from_ending(is_begun: bool) -> None:
+    pipeline = on_device(icons(64), read_processes=2, global_batch=64, threads=6)
+    if is_begun:
+        wait_for_processes(pipeline)
+    processes = [process.process for process in pipeline._workshop._path.read_pool._all]  # type: ignore[union-attr]
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    pipeline._start(Cursor())
+    closing = threading.Thread(target=pipeline.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert all(process.returncode is not None for process in processes)
 
 
 def test_the_balance_is_told_of_every_batch_and_of_those_the_device_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from lockstep.data.resident import estimate_bytes
 from lockstep.data.shards import OpenShard, open_shards
 from lockstep.data.sources import open_folder
 from lockstep.errors import LockstepError
-from tests.data.pictures import Hanging, photos
+from tests.data.pictures import Hanging, icons, photos
 from tests.data.test_device_batch import CpuNvjpeg, wait_for_processes
 from tests.data.test_pipeline import eval_pipeline, train_pipeline
 from tests.data.test_read_process import is_running, open_process, wait_until
@@ -167,6 +167,27 @@ def test_rows_for_nvjpeg_are_done_by_others_where_their_read_hangs(
         path = pipeline._workshop._path
         assert isinstance(path, DevicePath)
         assert len(path.read_pool) == read_processes
+    source.released = True
+
+
+class HangsHere(Hanging):
+    """Samples that come only to other processes."""
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__ = state | {"released": True}
+
+
+@pytest.mark.parametrize("kind", [Hanging, HangsHere])
+def test_rows_that_processes_decode_are_done_by_others_where_their_read_hangs(kind: type[Hanging]) -> None:
+    encoded = icons(24).encoded
+    encoded[19] = encoded[18]
+    source = kind(encoded, {7})  # damaged, so that whoever decodes leaves it to a thread
+    options = {"on_device": True, "read_processes": 1, "read_timeout_s": 1.0, "global_batch": 24, "bad_share": 0.1}
+    with train_pipeline(source, **options) as pipeline:
+        wait_for_processes(pipeline)
+        for batch in islice(pipeline, 3):
+            assert batch.labels.tolist() == [8 if sample == 7 else sample for sample in batch.samples.tolist()]
+        assert pipeline.bad == {7: "picture-7.jpg (not read within 1 s)"}
     source.released = True
 
 

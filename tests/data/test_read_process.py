@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from lockstep.data.decode import Header, decode
 from lockstep.data.pack import pack_folder
-from lockstep.data.read_process import FAR_THREADS, MEMORY_BYTES, Reading, ReadPool, ReadProcess
+from lockstep.data.read_process import FAR_S, FAR_THREADS, MEMORY_BYTES, Reading, ReadPool, ReadProcess
 from lockstep.data.reader import SampleReader
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, Source, open_folder
-from tests.data.pictures import BAD_AMONG_ODD, Pictures, odd_photos, photos
+from tests.data.pictures import BAD_AMONG_ODD, Pictures, cut_png, encode, odd_photos, photos, picture, pillow_kinds
 
 WAIT_S = 60.0
 
@@ -225,6 +227,105 @@ def test_each_process_is_lent_to_one_at_a_time_and_all_end_with_the_pool() -> No
     assert pool.describe() == "2 processes reading"
     pool.close()
     assert all(process.process.returncode is not None for process in (one, other))
+
+
+def test_pixels_are_those_that_this_process_would_decode() -> None:
+    source = Pictures([*pillow_kinds(), photos(1).encoded[0]])
+    process = open_process(source, decodes=True)
+    *images, photo = process.load(list(range(source.num_samples)))
+    for image, encoded in zip(images, source.encoded[:-1], strict=True):
+        assert image is not None
+        assert image.is_decoded
+        expected = decode(encoded)
+        assert (image.header.height, image.header.width, 3) == expected.shape
+        assert bytes(image.data) == expected.tobytes()
+    assert photo is not None
+    assert not photo.is_decoded
+    assert bytes(photo.data) == source.encoded[-1]
+    process.close()
+
+
+def test_what_cannot_be_decoded_or_has_no_room_as_pixels_is_left_to_the_caller() -> None:
+    small, large = encode(picture(8, 8), "PNG"), encode(picture(90, 90), "PNG")
+    source = Pictures([small, cut_png(40, 40), small, large, small])
+    process = open_process(source, num_bytes=3 * 90 * 90, decodes=True)
+    fetched = process.load([0, 1, 2, 3, 4])
+    assert [image is not None for image in fetched] == [True, False, True, False, False]
+    assert process.load([3]) != [None]
+    process.close()
+
+
+def test_pixels_that_are_not_as_many_as_their_header_says_are_not_taken() -> None:
+    process = ReadProcess(photos(1), num_bytes=1000, decodes=True)
+    header = Header(10, 10, "", 1, 1)
+    assert process._take(0, (0, 300, header)) is not None
+    assert process._take(0, (0, 299, header)) is None
+    assert process._take(0, (900, 1200, header)) is None  # beyond the memory
+    process.close()
+
+
+def test_nothing_is_decoded_that_has_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    monkeypatch.setattr("lockstep.data.read_process.decode", lambda data, *_, buffer: decoded.append(len(buffer)))
+    source = Pictures([encode(picture(8, 8), "PNG"), encode(picture(9, 9), "PNG")])
+    Reading(source, memoryview(bytearray(3 * 64)), decodes=True).read([0, 1])
+    assert decoded == [3 * 64]
+
+
+def test_decoding_does_not_make_files_seem_far_away() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (600, 600, 3), dtype=np.uint8)
+    reading = Reading(Pictures([encode(noise, "PNG")]), memoryview(bytearray(3 * 600 * 600)), decodes=True)
+    begun = time.perf_counter()
+    assert reading.read([0]) != [None]
+    assert time.perf_counter() - begun > FAR_S
+    assert not reading.is_far
+
+
+def test_a_process_that_decodes_is_waited_for_but_not_in_vain() -> None:
+    pool = ReadPool(photos(2), 1, read_timeout_s=2.0, decodes=True)
+    taken: list[ReadProcess | None] = []
+
+    def take() -> None:
+        with pool.lend() as process:
+            taken.append(process)
+
+    with pool.lend() as held:
+        waiting = threading.Thread(target=take)
+        waiting.start()
+        time.sleep(0.3)
+        assert not taken
+    waiting.join(WAIT_S)
+    assert taken == [held]
+    with pool.lend():  # by a thread that hangs
+        take()
+        assert taken == [held, None]
+    with pool.lend() as again:
+        assert again is held
+        again.process.kill()
+        again.process.wait()
+        begun = time.monotonic()
+        take()
+        assert time.monotonic() - begun < 1
+    take()
+    assert taken[2:] == [None, None]
+    pool.close()
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_processes_that_nobody_needs_end_as_soon_as_nobody_uses_them(decodes: bool) -> None:
+    pool = ReadPool(photos(2), 2, decodes=decodes)
+    with pool.lend() as used:
+        assert used is not None
+        wait_until(lambda: used.is_ready)
+        (free,) = [process for process in pool._all if process is not used]
+        pool.retire()
+        assert free.process.returncode is not None
+        assert None not in used.load([0, 1])
+        assert len(pool) == 0
+    assert used.process.returncode is not None
+    with pool.lend() as none:
+        assert none is None
+    pool.close()
 
 
 PARENT = """

@@ -57,3 +57,37 @@ def test_all_cores_decode_what_nvjpeg_cannot(
     images = [encode(picture(16, 16, seed), kinds[seed % len(kinds)]) for seed in range(12)]
     plan = build.plan_input(config, world, Pictures(images))  # type: ignore[arg-type]
     assert (plan.decoder, plan.threads) == (decoder, threads)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoder", "cores", "wanted", "processes"),
+    [
+        ("PNG", "auto", 16, -1, 8),
+        ("PNG", "auto", 6, -1, 4),
+        ("PNG", "auto", 2, -1, 1),
+        ("PNG", "cpu", 16, -1, 8),
+        ("PNG", "auto", 16, 0, 0),
+        ("PNG", "auto", 16, 3, 3),
+        ("PNG", "both", 16, -1, 2),
+        ("JPEG", "auto", 16, -1, 2),
+        ("JPEG", "auto", 16, 0, 0),
+        ("JPEG", "auto", 16, 5, 5),
+        ("JPEG", "cpu", 16, -1, 0),
+        ("JPEG", "cpu", 16, 5, 0),
+    ],
+)
+def test_processes_read_for_nvjpeg_or_decode_where_it_cannot(
+    kind: str, decoder: str, cores: int, wanted: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "choose_decoder", lambda asked, device: "both" if asked == "auto" else asked)
+    config = RunConfig(
+        data=DataConfig(decoder=decoder, read_processes=wanted),  # type: ignore[arg-type]
+        optim=OptimConfig(name="sgd", lr=0.1),
+        train=TrainConfig(global_batch=8, duration="1ep"),  # type: ignore[arg-type]
+    )
+    source = Pictures([encode(picture(16, 16, seed), kind) for seed in range(12)])
+    world = World(0, 1, 0, 1, torch.device("cuda"), cores)
+    assert build.plan_input(config, world, source).read_processes == processes  # type: ignore[arg-type]
+    world = World(0, 1, 0, 1, torch.device("cpu"), cores)
+    monkeypatch.setattr(build, "choose_decoder", lambda asked, device: "cpu")
+    assert build.plan_input(config, world, source).read_processes == 0  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ def test_threads_that_are_missing_are_counted() -> None:
         ((0.8, 0.0, 0.2), {"images_per_second": 4.0}, ": smaller images"),
         ((0.8, 0.0, 0.2), {"images_per_second": None}, "more decode threads (data.decode_threads), smaller images"),
         ((0.8, 0.0, 0.2), {"decoder": "both"}, "more decode threads (data.decode_threads), smaller images"),
+        ((0.8, 0.0, 0.2), {"read_processes": 8}, "more processes that decode (data.read_processes), smaller images"),
         ((0.6, 0.0, 0.4), {"device": "x86_64 CPU"}, "as would two more decode threads on cores of their own"),
     ],
 )
