@@ -142,6 +142,9 @@ class DataConfig(Section):
         default=(3 / 4, 4 / 3), description="least and greatest width over height of a random crop"
     )
     flip: bool = Field(default=True, description="mirror every other training sample, at random")
+    flip_in_turn: bool = Field(
+        default=False, description="mirror a training sample in every other epoch instead of by chance; needs flip"
+    )
     mean: Triple = Field(default=(0.485, 0.456, 0.406), description="subtracted from red, green, blue in [0, 1]")
     std: Triple = Field(
         default=(0.229, 0.224, 0.225), description="divides red, green, blue after the mean is subtracted"
@@ -191,6 +194,8 @@ class DataConfig(Section):
                 f"data.eval_resize = {self.eval_resize} is smaller than data.image_size = {self.image_size}; "
                 "the central crop needs at least that many pixels"
             )
+        if self.flip_in_turn and not self.flip:
+            raise ValueError("data.flip_in_turn = true has no effect with data.flip = false; leave one of them out")
         low, high = self.crop_area
         if not 0 < low <= high <= 1:
             raise ValueError(f"data.crop_area = {show(self.crop_area)} must be two rising shares in (0, 1]")

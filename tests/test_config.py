@@ -245,6 +245,10 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
             "data.image_sizes has no effect on alexnet, whose hidden layers take one size; leave it out or change "
             "model.name",
         ),
+        (
+            ["data.flip=false", "data.flip_in_turn=true"],
+            "data.flip_in_turn = true has no effect with data.flip = false; leave one of them out",
+        ),
         (["train.duration=0st"], 'train.duration = "0st" trains nothing; give a length such as "90ep"'),
     ],
 )

@@ -43,11 +43,24 @@ def draw_uniform(seed: int, epoch: int, stream: int, samples: Samples, count: in
 
 
 def draw_crops(
-    seed: int, epoch: int, samples: Samples, area: tuple[float, float], ratio: tuple[float, float], flip: bool
+    seed: int,
+    epoch: int,
+    samples: Samples,
+    area: tuple[float, float],
+    ratio: tuple[float, float],
+    flip: bool,
+    flip_in_turn: bool = False,
 ) -> Draws:
-    """The draws of many samples at once: area uniform, ratio log-uniform, flip even."""
+    """The draws of many samples at once: area uniform, ratio log-uniform, flip even.
+
+    In turn, a sample is drawn for epoch 0 and is then its other self in every other epoch (Jordan 2024, arXiv
+    2404.00498): two epochs hold both of every sample, where by chance half of the samples come twice alike.
+    """
     uniform = draw_uniform(seed, epoch, CROP_STREAM, samples, 4 * TRIES + 1)
-    return Draws(spread_crops(uniform[:, :-1], area, ratio), (uniform[:, -1] < 0.5) & flip)
+    flips = uniform[:, -1] < 0.5
+    if flip_in_turn:
+        flips = (draw_uniform(seed, 0, CROP_STREAM, samples, 1, first=4 * TRIES)[:, 0] < 0.5) ^ bool(epoch % 2)
+    return Draws(spread_crops(uniform[:, :-1], area, ratio), flips & flip)
 
 
 def spread_crops(uniform: Shares, area: tuple[float, float], ratio: tuple[float, float]) -> Shares:

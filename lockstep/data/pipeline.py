@@ -112,12 +112,13 @@ class TrainPipeline(Pipeline):
         read_timeout_s: float = READ_TIMEOUT_S,
         image_sizes: tuple[tuple[int, int], ...] = (),
         augmentation: Augmentation = NO_AUGMENTATION,
+        flip_in_turn: bool = False,
         **means: Unpack[Means],
     ) -> None:
         super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
         self._image_size, self._image_sizes = image_size, image_sizes
-        self._crop_area, self._crop_ratio, self._flip = crop_area, crop_ratio, flip
+        self._crop_area, self._crop_ratio, self._flips = crop_area, crop_ratio, (flip, flip_in_turn)
         self._augmentation = augmentation
         self._max_depth = prefetch_batches or MAX_DEPTH
         self._num_taken = 0
@@ -177,7 +178,7 @@ class TrainPipeline(Pipeline):
         )
         size = self.size_at(plan.epoch)
         # For the whole batch at once: block by block it would cost the decode threads several times as much of Python.
-        draws = draw_crops(self._seed, plan.epoch, plan.made, self._crop_area, self._crop_ratio, self._flip)
+        draws = draw_crops(self._seed, plan.epoch, plan.made, self._crop_area, self._crop_ratio, *self._flips)
         retouch = draw_retouch(self._seed, plan, size, self._augmentation)
 
         def place(rows: Rows, sides: Sides) -> tuple[Boxes, NDArray[np.bool_]]:

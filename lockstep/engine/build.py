@@ -69,7 +69,9 @@ from lockstep.plan.choose import default_reduction
 from lockstep.plan.plan import InputPlan
 
 Progress = Callable[[int, int], None]
-EVAL_BATCH = 100
+# Images of one pass at evaluation: so many of 224 pixels, or of small ones as many as have the same pixels. Always cut
+# alike, on any number of ranks.
+EVAL_BATCH, MOST_EVALUATED = 100, 500
 NUM_NOTES = 11  # the places of `step.py`, and six digits behind them
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -401,6 +403,7 @@ def build_train_pipeline(
         crop_area=data.crop_area,
         crop_ratio=data.crop_ratio,
         flip=data.flip,
+        flip_in_turn=data.flip_in_turn,
         augmentation=Augmentation(**config.augment.model_dump()),
         prefetch_batches=plan.prefetch_batches,
         start=start,
@@ -418,7 +421,7 @@ def build_eval_pipeline(config: RunConfig, world: World, source: Source, shelf: 
     read_processes = count_read_processes(config, world, "cpu", is_odd=is_odd)
     return EvalPipeline(
         source,
-        batch_size=EVAL_BATCH,
+        batch_size=max(EVAL_BATCH, min(MOST_EVALUATED, EVAL_BATCH * 224**2 // data.image_size**2)),
         rank=world.rank,
         world_size=world.size,
         image_size=data.image_size,

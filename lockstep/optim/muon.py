@@ -81,7 +81,7 @@ def find_shape(slot: Slot) -> tuple[int, int]:
 
 def orthogonalize(matrices: Tensor) -> Tensor:
     """The nearest matrices whose singular values are all about one, N × rows × columns; of zeros, zeros."""
-    found = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
+    found: Tensor = matrices / torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True).clamp(min=LEAST_NORM)
     rows, columns = matrices.shape[1:]
     if min(rows, columns) == 1:  # a single direction, whose singular value is its length
         return found

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.data.augment import (
@@ -95,6 +96,19 @@ def test_crops_follow_the_usual_distribution() -> None:
 def test_flips_are_even_and_can_be_switched_off() -> None:
     assert abs(draws(4000).flips.mean() - 0.5) < 0.04
     assert not draw_crops(0, 0, np.arange(100), AREA, RATIO, False).flips.any()
+
+
+def test_in_turn_a_sample_is_mirrored_in_every_other_epoch() -> None:
+    def flips(epoch: int, flip: bool = True) -> NDArray[np.bool_]:
+        return draw_crops(3, epoch, np.arange(2000), AREA, RATIO, flip, flip_in_turn=True).flips
+
+    assert abs(flips(0).mean() - 0.5) < 0.04  # by chance which comes first
+    assert np.array_equal(flips(0), draw_crops(3, 0, np.arange(2000), AREA, RATIO, True).flips)
+    for epoch in range(5):
+        assert np.array_equal(flips(epoch + 1), ~flips(epoch))
+    assert not flips(1, flip=False).any()
+    crops = draw_crops(3, 4, np.arange(50), AREA, RATIO, True, flip_in_turn=True).crops
+    assert np.array_equal(crops, draw_crops(3, 4, np.arange(50), AREA, RATIO, True).crops)  # which stay by chance
 
 
 @pytest.mark.parametrize(
