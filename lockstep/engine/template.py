@@ -37,6 +37,7 @@ ANSWER_S = 20.0  # for the template to fork; a machine that swaps is slow
 
 def run_program() -> None:
     """What `python -m lockstep` does."""
+    sys.modules.pop("lockstep.__main__", None)  # the `lockstep` command has it by that name, which runpy would warn of
     runpy.run_module("lockstep", run_name="__main__")
 
 

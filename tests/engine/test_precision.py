@@ -96,7 +96,14 @@ def test_the_model_computes_in_half_but_for_batch_norm(compute: str) -> None:
 
 @pytest.mark.parametrize(
     ("optim", "lr", "clip_norm"),
-    [("sgd", 0.1, 0.0), ("lars", 1.0, 0.0), ("lamb", 0.02, 0.0), ("adamw", 0.02, 0.0), ("sgd", 0.5, 0.2)],
+    [
+        ("sgd", 0.1, 0.0),
+        ("lars", 1.0, 0.0),
+        ("lamb", 0.02, 0.0),
+        ("adamw", 0.02, 0.0),
+        ("muon", 0.03, 0.0),
+        ("sgd", 0.5, 0.2),
+    ],
 )
 def test_fp16_and_bf16_train_like_fp32(optim: str, lr: float, clip_norm: float) -> None:
     world = world_of_one()
@@ -182,7 +189,7 @@ def test_ranks_agree_to_the_bit_and_with_one_rank_to_half_precision(backend: Bac
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-@pytest.mark.parametrize(("optim", "clip_norm"), [("lamb", 0.0), ("adamw", 0.0), ("adamw", 0.2)])
+@pytest.mark.parametrize(("optim", "clip_norm"), [("lamb", 0.0), ("adamw", 0.0), ("adamw", 0.2), ("muon", 0.0)])
 def test_a_half_run_resumes_bit_for_bit(compute: str, optim: str, clip_norm: float, tmp_path: Path) -> None:
     world = world_of_one()
     settings: dict[str, Any] = {"growth_steps": 3} if compute == "fp16" else {}
@@ -228,7 +235,7 @@ def test_evaluation_runs_in_half(compute: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.1], ids=["", "clipped"])
-@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb", "adamw"])
+@pytest.mark.parametrize("optim", ["sgd", "lars", "lamb", "adamw", "muon"])
 def test_a_step_on_a_gpu_never_waits_for_the_host(compute: str, optim: str, clip_norm: float) -> None:
     world = world_of_one()
     parts = build_parts(world, compute, optim=optim, clip_norm=clip_norm)

@@ -194,3 +194,13 @@ def test_the_signal_numbers_are_those_that_launchers_send() -> None:
 
     assert set(PASSED_ON) <= set(SIGNALS)
     assert signal.SIGINT in SIGNALS
+
+
+def test_the_command_starts_its_ranks_without_a_word() -> None:
+    """`lockstep`, unlike `python -m lockstep`, has imported the module that its ranks run."""
+    program = "import sys, lockstep.__main__; from lockstep.engine.template import run_program; run_program()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("lockstep ")
+    assert done.stderr == ""
