@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from lockstep import __version__
+
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
 import json, os, signal, subprocess, sys, threading, time
@@ -202,5 +204,5 @@ def test_the_command_starts_its_ranks_without_a_word() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.startswith("lockstep ")
+    assert done.stdout.strip() == __version__
     assert done.stderr == ""
