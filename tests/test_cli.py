@@ -249,6 +249,13 @@ def test_missing_data_is_one_sentence_before_any_rank_starts(command: str, tmp_p
     assert "data.path" in refuse(commands.run(command, "resnet50-256", "--ranks=2", cwd=tmp_path))
 
 
+def test_what_every_rank_finds_wrong_is_said_once(images: Path, tmp_path: Path) -> None:
+    overrides = [f"--set={setting}" for setting in tiny_settings(images)]
+    more = ("--set=train.duration=3st", "--set=optim.warmup=2ep")
+    status, out, err = commands.run("train", "quickstart", "--ranks=2", f"--out={tmp_path / 'run'}", *overrides, *more)
+    assert (status, (out + err).count("is longer than the run of 3 steps")) == (1, 1), (out, err)
+
+
 def test_a_folder_in_use_is_one_sentence_before_any_rank_starts(images: Path, tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").touch()
     settings = [f"--set={setting}" for setting in tiny_settings(images)]

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.errors import LockstepError
+from lockstep.errors import SharedError
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.warmup_steps > self.total_steps:
-            raise LockstepError(
+            raise SharedError(
                 f"The warm-up of {self.warmup_steps} steps is longer than the run of {self.total_steps} steps: "
                 "shorten optim.warmup or lengthen train.duration."
             )
         if list(self.milestones) != sorted(self.milestones):
-            raise LockstepError(f"optim.milestones must ascend, but come to steps {list(self.milestones)}: sort them.")
+            raise SharedError(f"optim.milestones must ascend, but come to steps {list(self.milestones)}: sort them.")
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the update numbered `step`, from 0 to total_steps - 1."""
