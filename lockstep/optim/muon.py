@@ -5,11 +5,12 @@ v ← m·v + g;  d = g + m·v;  O = U·Vᵀ where d = U·S·Vᵀ;  r = 0.2·√m
 LARS gives a layer's update a length, whatever its gradient's was. Muon gives one to every direction of it: a few strong
 directions, which most samples agree on, no longer keep the weak ones waiting. That is of use where steps are few and
 gradients have little noise, at large batch. A slot is the matrix of its first dimension and all others; a vector has
-one direction, so its update is LARS's. 0.2·√max(…) makes a weight's update as large as AdamW's usually is, in layers of
-any shape (Liu et al. 2025, arXiv 2502.16982).
+one direction, so its update is its momentum brought to one length. 0.2·√max(…) makes a weight's update as large as
+AdamW's usually is, in layers of any shape (Liu et al. 2025, arXiv 2502.16982).
 
-O is found without singular values, by five steps of X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, which move all of them into
-0.7 to 1.2 and leave U and V as they are. Products alone, so a GPU does them in BF16. Slots of one shape go together.
+O is found without singular values, by five steps of X ← a·X + (b·A + c·A²)·X with A = X·Xᵀ, which bring all but the
+smallest into 0.7 to 1.2 and leave U and V as they are. Products alone, so a GPU does them in BF16. Slots of one shape
+go together.
 """
 
 import math

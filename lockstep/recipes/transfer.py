@@ -29,7 +29,7 @@ PLAIN_RULES = {
     "sgd": (1.0, "linear", "Goyal et al., arXiv 1706.02677"),
     "lamb": (0.5, "square root", "You et al., arXiv 1904.00962"),
     "adamw": (0.5, "square root", "Malladi et al., arXiv 2205.10287"),
-    "muon": (0.5, "square root", "Liu et al., arXiv 2502.16982"),
+    "muon": (0.5, "square root", "as adamw: Malladi et al., arXiv 2205.10287"),
 }
 KEPT = "kept: no point is of this network and data"
 MARGIN = 112  # characters of a comment

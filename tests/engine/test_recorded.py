@@ -107,11 +107,11 @@ def test_a_recorded_step_accumulates_and_clips_with_every_rule_as_a_launched_one
 @pytest.mark.parametrize("compute", ["fp16", "fp32"])
 def test_muons_products_are_recorded_too(compute: str) -> None:
     """It brings up weak directions, and with them the order of cuDNN's sums: the way is the same, not every digit."""
+    config = small_config(compute, optim={"name": "muon"})
     with join_world(None) as world:
-        launched, recorded = train_both_ways(
-            small_config(compute, optim={"name": "muon"}), world, [0.02 * lr for lr in RATES]
-        )
-    assert (launched - recorded).norm() / launched.norm() < 0.02
+        start = build(config, world).weights.clone()
+        launched, recorded = train_both_ways(config, world, [0.02 * lr for lr in RATES])
+    assert (launched - recorded).norm() < 0.2 * (launched - start).norm()
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Muon against singular value decompositions in FP64, and as LARS's sister on vectors."""
+"""Muon against singular value decompositions in FP64; vectors get a length."""
 
 import math
 from typing import Any
