@@ -18,11 +18,11 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not gpu'
 
-# A machine with a GPU often has PyTorch already and no network: nothing is installed for this one, and tests run three at a
+# A machine with a GPU often has PyTorch already and no network: nothing is installed for this one, and tests run six at a
 # time where pytest-xdist is there. pytest-benchmark would warn of that, which is an error here.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 test-gpu:
-	$(GPU_PYTHON) -m pytest -m gpu $$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo '-p no:benchmark -n 3')
+	$(GPU_PYTHON) -m pytest -m gpu $$($(GPU_PYTHON) -c 'import xdist' 2>/dev/null && echo '-p no:benchmark -n 6')
 
 check: setup
 	$(BIN)/ruff format --check .

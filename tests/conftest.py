@@ -17,6 +17,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.markexpr = config.option.markexpr or "not gpu"
+    if config.option.markexpr == "gpu":
+        # Before CUDA starts: with more queues a GPU has no room for the processes of several tests (engine/places.py).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     if config.option.markexpr == "gpu" and not config.option.collectonly:
         import torch
 

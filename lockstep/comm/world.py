@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
 from lockstep.comm import values
 from lockstep.comm.census import Agreement, find_place, take_census
@@ -35,6 +36,10 @@ from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
 
 _worlds = itertools.count()  # that this process has been in: a program may train several times
+PATIENCE_S = 600.0  # while kernels are chosen and compiled
+# NCCL's watchdog ends the process four times this long after it has noted that a collective timed out. PyTorch's own
+# 15 s are for a record of what was under way; here it is the time for `lookout.py` to say who is behind.
+LAST_WORDS_MS = 2000
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class World:
     num_threads: int  # CPU cores this rank may use
     pulse: Pulse | None = None  # a world of one needs none
     notice: str = ""  # on rank 0: why the backend is not the usual one
+    timeout_s: float = PATIENCE_S  # that ranks wait for each other
 
     @property
     def is_first(self) -> bool:
@@ -107,6 +113,22 @@ class World:
         if self.size == 1:
             return [values.decode(values.encode(value))]
         return values.gather_values(value, self._message_device())
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """While inside, a GPU's rank waits longer for the others: kernels are chosen and compiled, for minutes on some.
+
+        A rank that is lost is noticed all the same, by its pulse (`lookout.py`). CPU ranks have the timeout alone to
+        notice it by, and compile nothing unasked.
+        """
+        if self.size == 1 or self.device.type != "cuda" or self.timeout_s >= PATIENCE_S:
+            yield
+            return
+        set_timeout(PATIENCE_S)
+        try:
+            yield
+        finally:
+            set_timeout(self.timeout_s)
 
     def _message_device(self) -> torch.device:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -207,7 +229,7 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     keeper = None if is_kept_by_launcher() else 0
     pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=seal)
     try:
-        yield replace(world, num_threads=agreed.num_threads, pulse=pulse, notice=agreed.notice)
+        yield replace(world, num_threads=agreed.num_threads, pulse=pulse, notice=agreed.notice, timeout_s=timeout_s)
     except BaseException:
         # Silent from now on, so that others find this rank lost.
         pulse.close()
@@ -253,6 +275,7 @@ def _start_backend(backend: str, store: Store, member: Membership, device: torch
     if backend == "nccl":
         # Its watchdog's last record delays the end, and is for those who debug NCCL itself.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(LAST_WORDS_MS))
     dist.init_process_group(
         backend,
         store=store,
@@ -261,6 +284,21 @@ def _start_backend(backend: str, store: Store, member: Membership, device: torch
         timeout=timedelta(seconds=timeout_s),
         device_id=device if backend == "nccl" else None,
     )
+
+
+def set_timeout(seconds: float) -> None:
+    """How long the collectives of the world, those started from now on, wait for other ranks."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def has_timed_out() -> bool:
+    """Whether NCCL has given up on a collective of any group; its watchdog is about to end this process."""
+    for group in list(distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # a group without GPUs
+            read = getattr(group._get_backend(torch.device("cuda")), "get_error", None)
+            if read is not None and read().name != "SUCCESS":
+                return True
+    return False
 
 
 def _leave_after_error(backend: str) -> None:

@@ -78,7 +78,7 @@ def _recall_or_measure(config: RunConfig, parts: Parts, world: World, again: boo
     start, stop = share(config.train.global_batch, 0, world.size)
     own_kernels = config.train.own_kernels != "off" and suits_own_kernels(parts.model)
     apply_execution(Execution("own" if own_kernels else "torch"), parts)
-    with put_back(parts):
+    with put_back(parts), world.patience():
         size = choose_size(stop - start, config.train.norm_batch, lambda size: _try(size, config, parts, world))
     if world.is_first:
         with contextlib.suppress(OSError):  # a full disk costs the memory of it, not the run

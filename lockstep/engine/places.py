@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 
 RETRY_S = 300.0  # until a place is tried again; twice as long after each time that it fails again
+# Hardware queues of a rank that shares its GPU, as many as CUDA has by itself: with those of a rank that has one to
+# itself (`lockstep/__init__.py`), a GPU has no room for some twenty ranks, and says that it is out of memory.
+SHARED_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 
 
 class Places:
@@ -58,7 +61,9 @@ class Places:
             self._lost_last = place
 
     def describe(self) -> dict[str, str]:
-        """What ranks must be told of the devices in use: nothing while all are."""
-        if not self._left_out or not self._devices:
+        """What ranks must be told of the devices in use: nothing while all are and each rank has its own."""
+        if len(self._devices) < self.num_ranks:
+            return SHARED_QUEUES if self._devices else {}
+        if not self._left_out:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices[place] for place in self._used)}

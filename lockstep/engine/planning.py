@@ -116,7 +116,7 @@ def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, pl
     begun = time.perf_counter()
     rig = Rig(config, parts, world)
     rig.measure_messages()
-    with put_back(parts):
+    with put_back(parts), world.patience():
         has_own = suits_own_kernels(parts.model)
         for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=has_own):
             rig.measure_execution(execution)

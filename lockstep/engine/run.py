@@ -16,7 +16,7 @@ import torch
 
 from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse, end_process
-from lockstep.comm.world import Membership, World, join_world
+from lockstep.comm.world import Membership, World, has_timed_out, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import check_root, hash_labels
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
@@ -275,7 +275,8 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         yield
         return
     followed = (world.rank + 1) % world.size
-    lookout = Lookout(world.pulse, followed, timeout_s=timeout_s, end=partial(end_rank, world.rank))
+    end = partial(end_rank, world.rank)
+    lookout = Lookout(world.pulse, followed, timeout_s=timeout_s, end=end, has_given_up=has_timed_out)
     try:
         yield
     finally:

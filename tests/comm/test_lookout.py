@@ -102,6 +102,21 @@ def test_a_rank_whose_process_has_ended_is_found_long_before_patience_ends() -> 
     scene.close()
 
 
+def test_where_the_backend_gives_up_the_rank_that_is_behind_is_named_and_not_called_lost(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pulses, "LISTEN_S", 0.3)
+    scene.pulses[0].note(7, 1)
+    scene.pulses[1].note(7, 1)
+    scene.pulses[2].note(6, 2)  # alive, and elsewhere
+    time.sleep(0.1)
+    scene.lookouts[0]._has_given_up = lambda: True
+    scene.wait_for(1, timeout_s=5)
+    time.sleep(0.5)
+    assert {rank: lost[:4] for rank, lost in scene.found.items() if lost} == {0: (2, False, 6, 2)}
+    assert scene.pulses[1].reported is None
+
+
 class StuckStore:
     """As one whose keeper is stopped: it takes values and answers nothing."""
 

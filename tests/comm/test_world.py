@@ -1,9 +1,21 @@
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
-from lockstep.comm.world import Membership, expand_tasks, first_node, read_membership
+from lockstep.comm.world import (
+    Membership,
+    World,
+    expand_tasks,
+    first_node,
+    has_timed_out,
+    read_membership,
+    set_timeout,
+)
 from lockstep.errors import LockstepError
 from tests.ranks import run_ranks, world_of_one
 
@@ -73,7 +85,6 @@ def test_a_rank_that_is_no_number_is_a_sentence() -> None:
 
 
 def _exchange(world):  # type: ignore[no-untyped-def]
-    import torch
 
     world.barrier()
     word = world.broadcast_value({"from": world.rank})
@@ -92,7 +103,6 @@ def test_ranks_agree_and_integers_wrap() -> None:
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
-    import torch
 
     world = world_of_one()
     assert world.is_first
@@ -121,3 +131,51 @@ except LockstepError as error:
 def test_after_an_error_nccl_is_not_waited_for_and_the_reason_is_said(backend: str, expected: str) -> None:
     result = subprocess.run([sys.executable, "-c", LEAVING, backend], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (1, expected)
+
+
+def wait_for_a_late_rank(world: World) -> tuple[float, bool]:
+    """With a timeout of 1 s a rank comes 2 s late, once inside `patience` and once after it."""
+    set_timeout(1.0)
+    world = replace(world, device=torch.device("cuda"), timeout_s=1.0)  # as far as `patience` looks
+    with world.patience():
+        time.sleep(2.0 * world.rank)
+        found = world.maximum(torch.tensor([float(world.rank)])).item()
+    time.sleep(2.0 * world.rank)
+    try:
+        world.maximum(torch.zeros(1))
+    except RuntimeError:
+        return found, True
+    return found, False
+
+
+def test_a_rank_that_compiles_is_waited_for_beyond_the_timeout_and_no_other() -> None:
+    assert run_ranks(wait_for_a_late_rank, 2)[0] == (1.0, True)
+
+
+class Group:
+    """A process group of GPUs whose backend has noted this."""
+
+    def __init__(self, noted: str) -> None:
+        self.noted = noted
+
+    def _get_backend(self, device: torch.device) -> "Group":
+        if self.noted == "no GPU":
+            raise RuntimeError("No backend type associated with device type cuda")
+        return self
+
+    def get_error(self) -> "Group":
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.noted
+
+
+@pytest.mark.parametrize(("noted", "expected"), [("SUCCESS", False), ("TIMEOUT", True), ("COMM_ERROR", True)])
+def test_what_any_groups_watchdog_has_noted_is_found(
+    monkeypatch: pytest.MonkeyPatch, noted: str, expected: bool
+) -> None:
+    assert not has_timed_out()  # where there is no group at all
+    groups = {Group("no GPU"): None, Group("SUCCESS"): None, Group(noted): None}
+    monkeypatch.setattr(distributed_c10d, "_pg_map", groups)
+    assert has_timed_out() is expected

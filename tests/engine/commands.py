@@ -21,6 +21,8 @@ from tests.engine.forked import Forked
 from tests.ranks import Backend
 
 ROOT = Path(__file__).parents[2]  # of the source tree
+# Behind it whatever this process was given, which may hold what the program needs.
+MODULES = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
 def start(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
@@ -28,7 +30,7 @@ def start(*arguments: str, cwd: Path | None = None, **environment: str) -> "subp
     is_interpreters = any(name.startswith("PYTHON") for name in environment)
     if is_interpreters or os.environ.get("CUDA_VISIBLE_DEVICES") != "":  # a fork may not have what CUDA was used in
         return start_new(*arguments, cwd=cwd, **environment)
-    return cast("subprocess.Popen[str]", Forked(arguments, cwd, os.environ | {"PYTHONPATH": str(ROOT)} | environment))
+    return cast("subprocess.Popen[str]", Forked(arguments, cwd, os.environ | MODULES | environment))
 
 
 def start_new(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.Popen[str]":
@@ -43,7 +45,7 @@ def _start(argv: Sequence[str], cwd: Path | None, environment: Mapping[str, str]
         stderr=subprocess.PIPE,
         text=True,
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment),
+        env=os.environ | MODULES | dict(environment),
         start_new_session=True,
     )
 
