@@ -1,11 +1,14 @@
 """A whole training step on one GPU beside the best a user assembles from torchvision, in one run.
 
 The peer's settings are the ones people write: channels-last, autocast with a loss scaler, torch.compile, fused SGD;
-all of them are measured and the best counts. Every side has a process of its own and they take turns (`turns.py`);
-this process never touches the GPU. Compilation is timed apart.
+all of them are measured and the best counts. Another checkout of Lockstep, such as the one before a change, may take
+part too. Every side has a process of its own and they take turns (`turns.py`); this process never touches the GPU.
+Compilation is timed apart.
 """
 
+import importlib
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +35,7 @@ from lockstep.report.phrases import describe_trials
 
 PRODUCT_SIZE = 8192
 PRODUCT_ROUNDS, PRODUCT_TURN_S = 5, 0.02
+OURS, PEER = "lockstep", "torchvision"  # what the names of sides begin with
 NOTED_PEAK = 1.02  # a peak beyond this much of the steady state is shown beside it
 
 
@@ -64,10 +68,20 @@ def parse_batches(text: str) -> list[int]:
     return sizes
 
 
-def run(*, models: list[str], batches: list[int], peers: list[str], rounds: int, json_file: Path | None = None) -> None:
-    """Measure every model and batch; print a table and write the rows."""
+def run(
+    *,
+    models: list[str],
+    batches: list[int],
+    peers: list[str],
+    rounds: int,
+    before: Path | None = None,
+    json_file: Path | None = None,
+) -> None:
+    """Measure every model and batch; print a table and write the rows. `before` is another checkout of Lockstep."""
     if unknown := [model for model in models if model not in ("alexnet", *RESNET_DEPTHS)]:
         raise LockstepError(f"--model {unknown[0]} is unknown; choose alexnet or {', '.join(RESNET_DEPTHS)}.")
+    if before is not None and not (before / "lockstep" / "bench" / "one_gpu.py").is_file():
+        raise LockstepError(f"--before {before} is no checkout of Lockstep with this benchmark; name its top folder.")
     check_files(json_file, None)
     if not torch.cuda.is_available():
         raise LockstepError("`bench step --against torchvision` needs a GPU, and this machine shows none.")
@@ -78,8 +92,9 @@ def run(*, models: list[str], batches: list[int], peers: list[str], rounds: int,
     for model in models:
         for batch in batches:
             console.print(f"{model}, batch {batch}", highlight=False)
-            for outcome in measure(model, batch, peers, rounds, console):
-                rows.append(_row(outcome, model, batch, flops[model][_is_ours(outcome.name)] * batch, matrix_flops))
+            for outcome in measure(model, batch, peers, rounds, console, before):
+                own = not outcome.name.startswith(PEER)
+                rows.append(_row(outcome, model, batch, flops[model][own] * batch, matrix_flops))
             if json_file is not None:
                 write_rows(json_file, [asdict(row) for row in rows])
     describe(rows, console)
@@ -88,11 +103,15 @@ def run(*, models: list[str], batches: list[int], peers: list[str], rounds: int,
             console.print(f"{row.model}, batch {row.batch}: {row.setting}", highlight=False)
 
 
-def measure(model: str, batch: int, peers: list[str], rounds: int, console: Console) -> list[Outcome]:
-    """Ours and the peers in turns."""
-    entries = [Entry("lockstep, fp16, LARS", build_ours, (model, batch))]
+def measure(
+    model: str, batch: int, peers: list[str], rounds: int, console: Console, before: Path | None = None
+) -> list[Outcome]:
+    """Ours, ours of another checkout, and the peers in turns."""
+    entries = [Entry(f"{OURS}, fp16, LARS", build_ours, (model, batch))]
+    if before is not None:
+        entries.append(Entry(f"before, {before.name}", build_before, (str(before.resolve()), model, batch)))
     for peer in peers:
-        entries.append(Entry(f"torchvision, {peer}", torchvision_peers.build_peer, (model, batch, *PEERS[peer])))
+        entries.append(Entry(f"{PEER}, {peer}", torchvision_peers.build_peer, (model, batch, *PEERS[peer])))
     return take_turns(entries, rounds=rounds, say=lambda line: _say(line, console))
 
 
@@ -114,6 +133,23 @@ def build_ours(model: str, batch: int) -> tuple[str, Step]:
         images = fake_batch(config, world)
     lines = describe_trials(explain_choice(chosen.profile.trials), batch)
     return "\n".join([str(plan.execution), *lines]), lambda: step(images, LR, False)
+
+
+def build_before(folder: str, model: str, batch: int) -> tuple[str, Step]:
+    """The same step by another checkout, whose modules take the place of ours in this process.
+
+    But for those that let sides take turns: what this process answers must be of the classes that its parent knows.
+    """
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] == "lockstep" and name != take_turns.__module__
+    ]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    other = importlib.import_module("lockstep.bench.one_gpu")
+    if not Path(str(other.__file__)).is_relative_to(folder):
+        raise LockstepError(f"{other.__file__} was found in place of the module of {folder}.")
+    found: tuple[str, Step] = other.build_ours(model, batch)
+    return found
 
 
 def measure_matrix_product(console: Console) -> float:
@@ -176,7 +212,9 @@ def describe(rows: list[Row], console: Console) -> None:
     for row in rows:
         alike = [other for other in rows if (other.model, other.batch) == (row.model, row.batch)]
         ours = next((other for other in alike if _is_ours(other.name)), None)
-        best = max((other for other in alike if other is not ours), key=lambda r: r.images_per_second, default=None)
+        best = max(
+            (other for other in alike if other.name.startswith(PEER)), key=lambda r: r.images_per_second, default=None
+        )
         ratio = f"{ours.images_per_second / row.images_per_second:.2f}x" if ours else "-"
         table.add_row(
             row.model,
@@ -206,7 +244,7 @@ def _describe_memory(row: Row) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith("lockstep")
+    return name.startswith(OURS)
 
 
 def _say(line: str, console: Console) -> None:

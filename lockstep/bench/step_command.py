@@ -86,6 +86,10 @@ def step_command(
             "plain,compiled."
         ),
     ] = "",
+    before: Annotated[
+        Path | None,
+        typer.Option(help="Beside torchvision: another checkout of Lockstep that takes part, as before a change."),
+    ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile/--no-compile", help="On GPUs, DDP compiled too: minutes of preparation.")
     ] = True,
@@ -116,9 +120,11 @@ def step_command(
             batches=parse_batches(batches or "256,512"),
             peers=pick_peers(peers),
             rounds=rounds or TORCHVISION_ROUNDS,
+            before=before,
             json_file=json_file,
         )
         return
+    refuse_idle(context, ("before",), f"with --against {against}, only beside torchvision")
     if against == "timm":
         refuse_idle(context, NOT_BESIDE_TIMM, "with --against timm")
         from lockstep.bench import beside_timm, timm_peers

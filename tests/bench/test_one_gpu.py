@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.bench import one_gpu, torchvision_peers
 from lockstep.bench.torchvision_peers import PEERS, pick_peers
-from lockstep.bench.turns import Step
+from lockstep.bench.turns import Entry, Step, take_turns
 from lockstep.errors import LockstepError
 
 ROW = one_gpu.Row(
@@ -60,6 +60,37 @@ def test_a_model_it_does_not_know_is_one_sentence() -> None:
 def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="cannot be written"):
         one_gpu.run(models=["resnet50"], batches=[8], peers=[], rounds=2, json_file=tmp_path / "none" / "rows.json")
+
+
+def test_a_folder_that_is_no_checkout_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(LockstepError, match=f"--before {tmp_path} is no checkout of Lockstep"):
+        one_gpu.run(models=["resnet50"], batches=[8], peers=["fp32"], rounds=2, before=tmp_path)
+
+
+def test_another_checkout_takes_its_steps_with_its_own_modules(tmp_path: Path) -> None:
+    bench = tmp_path / "lockstep" / "bench"
+    bench.mkdir(parents=True)
+    for folder in (bench, bench.parent):
+        (folder / "__init__.py").write_text("")
+    (bench / "pace.py").write_text("import time\ndef step(): time.sleep(0.05)\n")
+    lines = [
+        "from lockstep.bench import pace",
+        "def build_ours(model, batch):",
+        "    return f'{model} of {batch}', pace.step",
+    ]
+    (bench / "one_gpu.py").write_text("\n".join(lines))
+    entry = Entry("before, x", one_gpu.build_before, (str(tmp_path), "resnet50", 8))
+    (outcome,) = take_turns([entry], rounds=2, turn_s=0.1)
+    assert outcome.ready.setting == "resnet50 of 8"
+    assert min(outcome.times) >= 0.05
+
+
+def test_another_checkout_is_no_peer_but_has_a_ratio() -> None:
+    peer = replace(ROW, name="torchvision, fp32", images_per_second=1000.0)
+    before = replace(ROW, name="before, a976f16", images_per_second=7800.0)
+    lines = describe([ROW, before, peer]).splitlines()
+    assert "1.03x " in next(line for line in lines if "before" in line)
+    assert "8.00x *" in next(line for line in lines if "fp32" in line)
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -85,7 +85,6 @@ def test_a_rank_that_is_no_number_is_a_sentence() -> None:
 
 
 def _exchange(world):  # type: ignore[no-untyped-def]
-
     world.barrier()
     word = world.broadcast_value({"from": world.rank})
     total = world.sum(torch.tensor([2**63 - 1, world.rank]))
@@ -103,7 +102,6 @@ def test_ranks_agree_and_integers_wrap() -> None:
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:
-
     world = world_of_one()
     assert world.is_first
     assert world.broadcast_value("x") == "x"
