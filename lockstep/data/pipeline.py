@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, Self, Unpack
+from typing import ClassVar, NamedTuple, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from lockstep.data.workshop import Crew, Means, Workshop
 
 # Batches ahead where nothing is set: at first, and at most.
 FIRST_DEPTH, MAX_DEPTH = 2, 8
+KEPT_TIMES = 32  # of batches that were handed over, for whoever draws a few steps
 # Evaluation keeps this many times the output's pixels a side when it decodes at a reduced scale: nothing fine is lost.
 EVAL_MARGIN = 2
 NO_AUGMENTATION = Augmentation()
@@ -41,6 +42,14 @@ class Batch:
     epoch: int
     samples: Samples  # as planned, also where an unreadable one was replaced
     cursor: Cursor  # the state after this batch
+
+
+class Made(NamedTuple):
+    """When a batch was made, by the host's clock."""
+
+    ahead: int  # of the last one that was handed over, which is 0
+    begun_s: float
+    done_s: float | None  # None: not yet
 
 
 class Pipeline:
@@ -124,6 +133,7 @@ class TrainPipeline(Pipeline):
         self._num_taken = 0
         self._planned = start
         self._ahead: deque[tuple[StepPlan, Pending]] = deque()
+        self._times: deque[tuple[float | None, float | None]] = deque(maxlen=KEPT_TIMES)
 
     def __iter__(self) -> Self:
         return self
@@ -148,6 +158,12 @@ class TrainPipeline(Pipeline):
             images, labels = pending.wait()
             yield Batch(images, labels, plan.global_size, plan.epoch, plan.samples, plan.next)
 
+    def list_made(self) -> list[Made]:
+        """When the last batches were made, and those after them so far."""
+        times = [*self._times, *((pending.begun_s, pending.done_s) for _, pending in self._ahead)]
+        first = 1 - len(self._times)
+        return [Made(first + number, *span) for number, span in enumerate(times) if span[0] is not None]  # type: ignore[arg-type]
+
     def size_at(self, epoch: int) -> int:
         """The side of an epoch's images."""
         return next((size for until, size in self._image_sizes if epoch < until), self._image_size)
@@ -163,6 +179,7 @@ class TrainPipeline(Pipeline):
         if felt and not is_first and self._workshop.is_idle and self._depth < self._max_depth:
             self._depth += 1
         self._num_taken += 1
+        self._times.append((pending.begun_s, pending.done_s))
         return images, labels
 
     def _start(self, cursor: Cursor) -> tuple[StepPlan, Pending]:

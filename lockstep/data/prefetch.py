@@ -61,6 +61,9 @@ class Pending:
         self._rows_left = num_rows
         self._lock = threading.Lock()
         self.done: Future[None] = Future()
+        # By the host's clock: a thread took its first rows; the last were done, or on their way to the device.
+        self.begun_s: float | None = None
+        self.done_s: float | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -82,6 +85,8 @@ class Pending:
 
         GivenUp when the thread was given up meanwhile, and the work is another's.
         """
+        if self.begun_s is None:
+            self.begun_s = time.perf_counter()
         try:
             finished = work()
             with self._lock:
@@ -89,6 +94,7 @@ class Pending:
                 is_complete = self._rows_left == 0
             if is_complete:
                 self.making.complete()
+                self.done_s = time.perf_counter()
                 self.done.set_result(None)
         except GivenUp:
             raise

@@ -4,13 +4,14 @@ Everything is measured at steps that end with a record, for which the host waits
 wait, or sends anything at any other step. No number of the training depends on it.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.comm.world import World
 from lockstep.data.order import split_batch
-from lockstep.data.pipeline import Batch
+from lockstep.data.pipeline import Batch, Made
 from lockstep.engine.build import Parts
 from lockstep.engine.energy import Energy
 from lockstep.engine.noise import NoiseScale
@@ -67,10 +68,10 @@ class Instruments:
         self._timeline: Timeline | None = None
         self.energy = Energy(world)
 
-    def begin_step(self, step: int) -> None:
-        """A step is about to begin, with its input."""
+    def begin_step(self, step: int, list_made: Callable[[], Sequence[Made]] = tuple) -> None:
+        """A step is about to begin, with its input; `list_made` tells when batches were made."""
         if self._cadence.begins_timeline(step):
-            self._timeline = Timeline(self._parts, step)
+            self._timeline = Timeline(self._parts, step, list_made)
         if self._cadence.is_measured(step):
             self._parts.rule.measures = self._parts.reducer.measures = True
             if self._parts.hybrid:

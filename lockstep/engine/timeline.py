@@ -3,6 +3,9 @@
 The lane "step" is cut by the marks of `timing.py`, so that its spans touch each other and add up to the whole. A
 recording's cuts are events that every replay passes anew, so that only those of the last replay can still be read; the
 replays before it, which launch the same kernels, are cut in the same proportion.
+
+Threads make batches beside the steps. They go by the host's clock, which is set against the device's at the moment for
+which the host waits anyway, at the end: to some ten microseconds.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lockstep.comm.moment import Moment, seconds_between
+from lockstep.data.pipeline import Made
 from lockstep.engine.build import Parts
 from lockstep.engine.timing import Clock, Trace
 
@@ -57,10 +61,11 @@ def time_steps(clock: Clock, take_step: Callable[[], object], count: int) -> lis
 
 
 class Timeline:
-    """Watches some steps of one rank."""
+    """Watches some steps of one rank; `list_made` tells when batches were made."""
 
-    def __init__(self, parts: Parts, first_step: int) -> None:
+    def __init__(self, parts: Parts, first_step: int, list_made: Callable[[], Sequence[Made]] = tuple) -> None:
         self._parts = parts
+        self._list_made = list_made
         self.first_step = first_step
         parts.clock.begin_trace()
         if parts.hybrid:
@@ -72,6 +77,7 @@ class Timeline:
         spans = cut_steps(trace, self.first_step)
         seconds = spans[-1].end_s if spans else 0.0
         num_steps = last_step - self.first_step + 1
+        spans += place_batches(trace.start_s, seconds, self._list_made(), last_step)
         if hybrid := self._parts.hybrid:
             timed, hybrid.timed, hybrid.channel.times = hybrid.timed or [], None, False
             moments = [(work.begun, work.done) for work in timed]
@@ -147,6 +153,18 @@ def place_sums(
         if begun is not None and done is not None:
             since = [round(max(0.0, seconds_between(start, moment)), DIGITS) for moment in (begun, done)]
             spans.append(Span("all-reduce", buffers[index], first_step + step, *since))
+    return spans
+
+
+def place_batches(start_s: float, seconds: float, made: Sequence[Made], last_step: int) -> list[Span]:
+    """The lane of the input: batches that were made meanwhile, each named by its step; the last taken is the last's."""
+    spans = []
+    for ahead, begun_s, done_s in made:
+        begin = round(max(0.0, begun_s - start_s), DIGITS)
+        end = round(seconds if done_s is None else min(seconds, done_s - start_s), DIGITS)
+        if end > begin:
+            step = last_step + ahead
+            spans.append(Span("input", f"batch of step {step}", step, begin, end))
     return spans
 
 

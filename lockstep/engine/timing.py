@@ -7,6 +7,7 @@ Now and then somebody draws a few steps (`timeline.py`) and keeps a *trace*: the
 where forward and backward end. In a recording the cuts are events inside it, which every replay passes anew.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,17 @@ class Trace:
     start: Moment
     points: list[tuple[str, Moment]] = field(default_factory=list)
     replays: dict[int, list[Cut]] = field(default_factory=dict)  # by the number of points before each
+    seen: tuple[Moment, float] | None = None  # a moment after the last of them, and the host's clock when it passed
+
+    @property
+    def start_s(self) -> float:
+        """The start by the host's clock.
+
+        The host runs ahead of a GPU: when it asked for the start says nothing of when the device came there.
+        """
+        assert self.seen is not None
+        moment, seen_s = self.seen
+        return seen_s - seconds_between(self.start, moment)
 
 
 class Clock:
@@ -39,6 +51,10 @@ class Clock:
         self._last = self._now()
         self._trace: Trace | None = None
         self._recorded: list[Cut] | None = None  # while a step is recorded
+        self._seen: tuple[Moment, float] = (
+            self._last,
+            time.perf_counter(),
+        )  # a moment, and the host's clock when it passed
 
     def mark(self, kind: Kind) -> None:
         """The time since the last mark was spent on `kind`."""
@@ -77,6 +93,7 @@ class Clock:
         """What was kept since `begin_trace`; on a GPU to be read after a `take`, when all of it has passed."""
         assert self._trace is not None
         trace, self._trace = self._trace, None
+        trace.seen = self._seen
         return trace
 
     def take(self) -> dict[Kind, float]:
@@ -84,6 +101,7 @@ class Clock:
         seconds: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
         if self._marks:
             wait_for(self._marks[-1][1])
+            self._seen = self._marks[-1][1], time.perf_counter()
         for kind, now in self._marks:
             seconds[kind] += seconds_between(self._last, now)
             self._last = now

@@ -216,7 +216,7 @@ class Trainer:
         while not self._is_last:
             if self.anchors and self.anchors.is_due(state.step) and not self._take_anchor(self.anchors, pipeline):
                 return "interrupted"
-            self.instruments.begin_step(state.step + 1)
+            self.instruments.begin_step(state.step + 1, pipeline.list_made)
             batch = next(pipeline)
             clock.mark("input")
             lr = parts.schedule.lr_at(state.step)

@@ -153,6 +153,19 @@ def test_a_sample_is_cropped_anew_each_epoch(folder: tuple[ImageFolder, ImageFol
     assert (images[0] != images[1]).flatten(1).any(1).all()
 
 
+def test_it_tells_when_batches_were_made(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    begun = time.perf_counter()
+    with train_pipeline(folder[0]) as pipeline:
+        assert pipeline.list_made() == []
+        list(islice(pipeline, 3))
+        made = pipeline.list_made()
+    now = time.perf_counter()
+    assert [one.ahead for one in made][:3] == [-2, -1, 0]
+    assert all(begun < one.begun_s < (one.done_s or now) <= now for one in made)
+    assert [one.done_s is not None for one in made][:3] == [True] * 3
+    assert sorted(one.begun_s for one in made) == [one.begun_s for one in made]
+
+
 def test_the_ledger_counts_what_was_handed_out(folder: tuple[ImageFolder, ImageFolder]) -> None:
     ledger = Ledger()
     for batch in take(5, train_pipeline(folder[0])):

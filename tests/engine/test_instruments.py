@@ -54,7 +54,7 @@ def train(world: World, images: Path, folder: Path, settings: list[str], is_meas
     trainer = Trainer(config, "tiny", world, sources, parts, folder, ear, StopRequest())
     with pytest.MonkeyPatch.context() as patch:
         if not is_measured:
-            patch.setattr(Instruments, "begin_step", lambda self, step: None)
+            patch.setattr(Instruments, "begin_step", lambda self, step, list_made: None)
             patch.setattr(Instruments, "report", lambda self, step, batch: None)
         trainer.run()
     if parts.hybrid:
@@ -141,6 +141,14 @@ def test_every_rank_shows_its_steps_and_the_spans_add_up(images: Path, tmp_path:
         assert len(sums) == 3 * len(buffers)
         assert len(buffers) > 1
         assert all(span["start_s"] <= span["end_s"] <= timeline.seconds for span in sums)
+        batches = [span for span in timeline.spans if span["lane"] == "input"]
+        assert batches  # the threads are steps ahead, and make some all the time
+        for span in batches:
+            assert span["name"] == f"batch of step {span['step']}"
+            assert 0 <= span["start_s"] < span["end_s"] <= timeline.seconds
+            assert timeline.first_step <= span["step"]
+            taken = [one["start_s"] for one in lane if one["step"] == span["step"] and one["name"] == "forward"]
+            assert all(span["end_s"] <= start_s + 1e-6 for start_s in taken)  # made before it is used
 
 
 def test_several_ranks_estimate_the_noise(images: Path, tmp_path: Path) -> None:

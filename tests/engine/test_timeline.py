@@ -1,15 +1,17 @@
 """Spans from traces made by hand, and from real steps on a GPU."""
 
+import time
 from itertools import pairwise
 
 import pytest
 import torch
 
 from lockstep.comm.world import join_world
+from lockstep.data.pipeline import Made
 from lockstep.engine.apply import apply_execution
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.step import train_step
-from lockstep.engine.timeline import Timeline, cut_steps, place_sums
+from lockstep.engine.timeline import Timeline, cut_steps, place_batches, place_sums
 from lockstep.engine.timing import Trace
 from tests.device import sync_errors
 from tests.engine.small import small_config
@@ -81,6 +83,21 @@ def test_each_sum_is_named_by_its_buffer_and_step() -> None:
     assert place_sums(0.5, moments[:3], ["a", "b"], 7, 2) == []  # not whole: nobody knows which is which
 
 
+def test_the_input_has_the_batches_that_were_made_meanwhile() -> None:
+    before, across, inside = Made(-1, 98.0, 99.0), Made(0, 99.5, 101.0), Made(1, 101.5, 102.0)
+    unfinished, later = Made(2, 103.0, None), Made(3, 104.5, None)
+    spans = place_batches(100.0, 4.0, [before, across, inside, unfinished, later], 9)
+    assert [(span.lane, span.name, span.step, span.start_s, span.end_s) for span in spans] == [
+        ("input", "batch of step 9", 9, 0.0, 1.0),
+        ("input", "batch of step 10", 10, 1.5, 2.0),
+        ("input", "batch of step 11", 11, 3.0, 4.0),
+    ]
+
+
+def test_the_start_of_a_trace_is_known_by_the_hosts_clock() -> None:
+    assert Trace(7.0, seen=(10.0, 1003.0)).start_s == 1000.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_recorded", [True, False])
 def test_a_gpus_timeline_adds_up_and_never_makes_the_host_wait(is_recorded: bool) -> None:
@@ -97,16 +114,21 @@ def test_a_gpus_timeline_adds_up_and_never_makes_the_host_wait(is_recorded: bool
         parts.clock.take()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with sync_errors():
-            timeline = Timeline(parts, 1)
+            made = [Made(0, time.perf_counter(), None)]
+            timeline = Timeline(parts, 1, lambda: made)
             begun.record()
             for batch in batches[:3]:
                 parts.clock.mark("input")
                 step(batch, 0.05)
             ended.record()
         parts.clock.take()
+        made[0] = made[0]._replace(done_s=time.perf_counter())
         taken = timeline.end(3)
         ended.synchronize()
         seconds = begun.elapsed_time(ended) / 1e3
     steps = [span for span in taken["spans"] if span["lane"] == "step"]
     assert sum(span["end_s"] - span["start_s"] for span in steps) == pytest.approx(seconds, rel=0.02)
+    # Of a batch that was made all the while: a millisecond is for the launch of the first event and the host's return.
+    (batch,) = [span for span in taken["spans"] if span["lane"] == "input"]
+    assert batch["end_s"] - batch["start_s"] == pytest.approx(seconds, abs=1e-3)
     assert {"forward", "backward", "update"} <= {span["name"] for span in steps if span["step"] == 3}
