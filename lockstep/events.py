@@ -165,6 +165,13 @@ class TimelineTaken(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartedUp(Event):
+    """Rank 0 has taken its first step; what came before it, and that step itself, in the order of `seconds`."""
+
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnchorTaken(Event):
     """A pass over the whole epoch for the full gradient, before the step after `step` (svrg, halp); no part of the
     epoch's own ledger."""
@@ -275,6 +282,7 @@ KINDS: dict[str, type[Event]] = {
         StepDone,
         LayersMeasured,
         TimelineTaken,
+        StartedUp,
         AnchorTaken,
         EpochDone,
         Evaluated,

@@ -24,6 +24,7 @@ from lockstep.events import (
     RunEnded,
     RunPredicted,
     RunStarted,
+    StartedUp,
     StepDone,
     TimelineTaken,
     encode,
@@ -95,6 +96,7 @@ EVENTS: list[Event] = [
         seconds=0.1,
         spans=[{"lane": "step", "name": "forward", "step": 8, "start_s": 0.0, "end_s": 0.1}],
     ),
+    StartedUp(seconds={"ranks meet": 0.5, "first step": 1.5}),
     AnchorTaken(step=4, samples=130, seconds=0.5, loss=2.3, gradient_norm=0.4, scale=1e-3, ledger="00ff00ff00ff00ff"),
     EpochDone(time_s=3.0, epoch=0, ledger="00ff", ledger_ok=True, bad_samples=1),
     Evaluated(

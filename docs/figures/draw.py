@@ -2,7 +2,6 @@
 
 Bars and the timeline are drawn from `results.json`, whose numbers are those that `docs/results.md` states with their
 commands and commits. The terminal and the report are those of a quickstart run, trained here unless one is given.
-Accuracy against batch is not drawn: this repository has no such results yet.
 """
 
 import argparse
@@ -89,6 +88,7 @@ def draw_results(out: Path) -> None:
     (out / "one-gpu.svg").write_text(draw_bars(stated["one-gpu"]))
     (out / "32-ranks.svg").write_text(draw_groups(stated["32-ranks"]))
     (out / "overlap.svg").write_text(draw_overlap(stated["overlap"]))
+    (out / "batch.svg").write_text(draw_accuracy(stated["batch"]))
     (out / "halp.svg").write_text(draw_curves(json.loads((HERE / "halp.json").read_text())))
 
 
@@ -188,6 +188,43 @@ def draw_curves(figure: dict[str, Any]) -> str:
         ends.append(y)
         name = f"{row['name']}, {row['arithmetic']}"
         shapes.append(_text(left + width + 10, y + 5, name, "strong" if is_ours else "muted"))
+    return _frame(figure, shapes, max(top + height + 44, ends[-1] + 24))
+
+
+def draw_accuracy(figure: dict[str, Any]) -> str:
+    """Accuracy against batch, the batch by powers of two: a curve for each rule, a bar for the spread of its seeds."""
+    rows, left, top, width, height = figure["rows"], 70, 70, 560, 300
+    batches = [point["batch"] for point in rows[0]["points"]]
+    first, last = math.log2(batches[0]), math.log2(batches[-1])
+
+    def place(batch: float, percent: float) -> tuple[float, float]:
+        x = left + 20 + (math.log2(batch) - first) / (last - first) * (width - 40)
+        return x, top + (1 - percent / 100) * height
+
+    shapes = [CURVES]
+    for percent in range(0, 101, 20):
+        _, y = place(batches[0], percent)
+        shapes.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" class="line"/>')
+        shapes.append(_text(left - 8, y + 5, f"{percent} %", "muted", anchor="end"))
+    for batch in batches:
+        shapes.append(_text(place(batch, 0)[0], top + height + 18, f"{batch:,}", "muted", anchor="middle"))
+    shapes.append(_text(left + width, top + height + 36, "samples in a step", "muted", anchor="end"))
+    ends: list[float] = []
+    for row in sorted(rows, key=lambda row: -row["points"][-1]["top1"]):
+        kind = {"Muon": "ours", "LARS": "sum"}.get(row["name"], "third")
+        points = [(*place(point["batch"], point["top1"]), point["spread"]) for point in row["points"]]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
+        shapes.append(f'<polyline points="{path}" class="curve {kind}"/>')
+        for x, y, spread in points:
+            half = spread / 100 * height
+            ends_y = (max(top, y - half), min(top + height, y + half))
+            shapes.append(
+                f'<line x1="{x:.1f}" y1="{ends_y[0]:.1f}" x2="{x:.1f}" y2="{ends_y[1]:.1f}" class="curve {kind}"/>'
+            )
+            shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" class="{kind}"/>')
+        y = max(points[-1][1], ends[-1] + 18 if ends else 0.0)  # names must not lie upon each other
+        ends.append(y)
+        shapes.append(_text(left + width + 10, y + 5, f"{row['name']}, {row['points'][-1]['top1']:.2f} %", "strong"))
     return _frame(figure, shapes, max(top + height + 44, ends[-1] + 24))
 
 

@@ -3,6 +3,7 @@
 What memory it took, too, where a device counts it.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,6 +68,20 @@ class Beside:
     evaluate_s: float = 0.0
     checkpoint_s: float = 0.0
     anchor_s: float = 0.0
+
+
+class Startup:
+    """What a rank does until its first step is done, part by part, by the host's clock."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, what: str) -> None:
+        """The time since the last mark was spent on this."""
+        now_s = time.monotonic()
+        self.seconds[what] = self.seconds.get(what, 0.0) + now_s - self._last_s
+        self._last_s = now_s
 
 
 class Account:

@@ -19,6 +19,7 @@ from lockstep.comm.pulse import Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import check_root, hash_labels
+from lockstep.engine.account import Startup
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
 from lockstep.engine.build import Progress, Sources, open_sources
 from lockstep.engine.listener import Heard, OnEvent
@@ -63,6 +64,7 @@ def run_rank(
     A run that is finished is a mistake to resume, unless it `may_be_finished`. `on_event` hears rank 0's records. A
     guest in somebody's program never ends the process. `kept` is what the process's runs before this one have left.
     """
+    startup = Startup()
     with (
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
@@ -71,6 +73,7 @@ def run_rank(
         explain_failures(world),
         ExitStack() as held,
     ):
+        startup.mark("ranks meet")
         folder = Path(world.broadcast_value(str(folder)))
         config = share_settled(config, world)
         check_alike(config, world)
@@ -82,10 +85,12 @@ def run_rank(
             prepare_folder(folder)
         kept = kept or Kept()
         sources = kept.open_sources(config.data, partial(share_sources, config, world, progress, brought))
+        startup.mark("data")
         config, parts, size_said = kept.build_parts(config, world, sources, brought)
         # Before anything is written of the run: what is wrong with them is to be corrected, and begun again.
         notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         notes += [note for note in (said, size_said) if note and world.is_first]
+        startup.mark("network")
         if world.is_first and not resume:
             write_config(folder, config)
         sink = open_sink(world, folder)
@@ -93,7 +98,7 @@ def run_rank(
             sink = Heard(sink, on_event, stop.ask)
         try:
             explain = partial(explain_failures, world)
-            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept)
+            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept, startup)
             if resume:
                 is_finished = bool(world.broadcast_value(world.is_first and has_finished(folder)))
                 if not trainer.resume(is_finished, may_be_finished):
@@ -104,6 +109,7 @@ def run_rank(
                     if changes := describe_changes(folder, config):
                         sink.emit(Notice(level="info", text=changes))
                     write_config(folder, config)
+                startup.mark("checkpoint")
             return name_end(trainer.run(notes), stop, world)
         finally:
             sink.close()

@@ -19,7 +19,7 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, mix, share
 from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
-from lockstep.engine.account import Account, forget_peak, read_peak
+from lockstep.engine.account import Account, Startup, forget_peak, read_peak
 from lockstep.engine.anchor_pass import Anchors, build_anchors
 from lockstep.engine.apply import Step
 from lockstep.engine.averaged import describe_evaluation, evaluate_both
@@ -49,6 +49,7 @@ from lockstep.events import (
     Notice,
     RunEnded,
     Sink,
+    StartedUp,
     StepDone,
 )
 from lockstep.optim.doctor import Diagnosis, Doctor
@@ -92,6 +93,7 @@ class Trainer:
         stop: StopRequest,
         explain: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         kept: Kept | None = None,
+        startup: Startup | None = None,
     ) -> None:
         self.config = config
         self.name = name
@@ -106,6 +108,7 @@ class Trainer:
         self.steps_per_epoch, self.total_steps = count_steps(config, sources.train.num_samples)
         self.state = State()
         self.account = Account()
+        self.startup = startup or Startup()
         self.tally = torch.zeros_like(parts.reducer.side)  # the reducer's side numbers, summed over the window's steps
         self.doctor: Doctor | None = None
         self.is_slow = True  # whether steps may be given up: by all ranks' word, and until they have given one
@@ -151,6 +154,7 @@ class Trainer:
     def _train(self, start: float) -> Status:
         chosen = self._choose_plan()
         step = self._apply(chosen)
+        self.startup.mark("plan")
         num_samples, is_recorded = self.sources.train.num_samples, chosen.plan.execution.recorded
         self.anchors = build_anchors(self.config, self.parts, self.world, num_samples, is_recorded, self._warn)
         with (
@@ -159,10 +163,12 @@ class Trainer:
             ) as pipeline,
             build_eval_pipeline(self.config, self.world, self.sources.val, self.kept.shelf) as self.evaluation,
         ):
+            self.startup.mark("input")
             self.account.note_startup(time.time() - start)
             forget_peak(self.world.device)
             if self.is_unevaluated:
                 self._evaluate()
+                self.startup.mark("evaluation")
             status = self._loop(pipeline, step)
             self.input.say_choice(pipeline)
             self._keep_rate(pipeline, chosen)
@@ -238,8 +244,12 @@ class Trainer:
             self.account.count(batch.global_size)
             stopping = self._read_vote(side) and not self._is_last
             if stopping or self._is_last or self._is_due(self.config.train.log_every) or self.account.is_empty:
+                is_first = self.account.is_empty
                 self._log(lr, batch)
                 self._compare(side)
+                if is_first:
+                    self.startup.mark("first step")
+                    self._emit(StartedUp(seconds={what: round(s, 4) for what, s in self.startup.seconds.items()}))
             self._follow_up(batch, pipeline, stopping)
             clock.mark("other")
             if stopping:

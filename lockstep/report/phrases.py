@@ -1,5 +1,6 @@
 """Records in words: the lines that the live and the plain display share, in ASCII so that any log can hold them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ from lockstep.events import (
     RunEnded,
     RunPredicted,
     RunStarted,
+    StartedUp,
     StepDone,
 )
 from lockstep.plan.choose import MARGIN
 from lockstep.plan.hindsight import Hindsight
 from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
+
+LONG_START_S = 5.0  # worth a line
 
 
 def percent(share: float) -> str:
@@ -88,6 +92,8 @@ def _describe_line(event: Event) -> str:
                 f"anchor at step {event.step:,}: loss {event.loss:.4g}, full gradient {event.gradient_norm:.4g}  "
                 f"({event.samples:,} samples in {event.seconds:.1f} s)"
             )
+        case StartedUp():
+            return describe_startup(event)
         case CheckpointSaved():
             return f"checkpoint at step {event.step:,}  ({size(event.bytes)} in {event.seconds:.1f} s)"
         case Notice():
@@ -96,6 +102,16 @@ def _describe_line(event: Event) -> str:
         case EpochDone() if not event.ledger_ok:
             return f"warning: epoch {event.epoch + 1} did not see every sample exactly once"
     return ""
+
+
+def describe_startup(event: StartedUp) -> str:
+    """What took long before the first step was done; nothing where nothing did."""
+    known = {what: seconds for what, seconds in event.seconds.items() if type(seconds) in (int, float)}  # not forged
+    total = sum(known.values())
+    if not LONG_START_S <= total < math.inf:
+        return ""
+    parts = [f"{what} {seconds:.1f} s" for what, seconds in known.items() if seconds >= total / 50]
+    return f"Started up in {total:.1f} s: {', '.join(parts)}."
 
 
 def describe_plan(event: PlanChosen) -> list[str]:

@@ -23,6 +23,7 @@ from lockstep.events import (
     MistakesFound,
     RunEnded,
     RunStarted,
+    StartedUp,
     StepDone,
     TimelineTaken,
     decode,
@@ -96,6 +97,9 @@ def test_a_run_says_what_a_report_draws(images: Path, tmp_path: Path) -> None:
     layers = pick(lines, LayersMeasured)
     steps = pick(lines, StepDone)
     (mistakes,) = pick(lines, MistakesFound)
+    (up,) = pick(lines, StartedUp)
+    assert list(up.seconds) == ["plan", "input", "first step"]  # as nobody has told the trainer what came before
+    assert all(seconds >= 0 for seconds in up.seconds.values())
     assert started.layers[:2] == ["fc.bias", "fc.weight"]
     assert len(started.class_names) == started.num_classes == 10
     assert layers[0].step == 1

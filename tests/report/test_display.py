@@ -1,20 +1,22 @@
 """Both displays, line by line."""
 
 import io
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from lockstep.events import Event, Notice
+from lockstep.events import Event, Notice, StartedUp
 from lockstep.plan.choose import PLAIN, explain_choice
 from lockstep.plan.plan import Execution
 from lockstep.plan.profile import Trial
 from lockstep.report import display
 from lockstep.report.display import LiveDisplay, PlainDisplay, build_display, fit, progress
-from lockstep.report.phrases import describe_measuring, describe_trials
+from lockstep.report.phrases import describe, describe_measuring, describe_trials
 from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
 
 RUN: list[Event] = [
@@ -247,3 +249,18 @@ def test_preparation_in_a_terminal_is_one_line_redrawn() -> None:
     assert isinstance(console.file, io.StringIO)
     bare = re.sub("\x1b\\[[0-9]*m", "", console.file.getvalue())
     assert bare == f"Rendering images {'-' * 30} 0/30\rRendering images {'=' * 30} 30/30\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"ranks meet": 1.0, "data": 0.01, "network": 2.5, "first step": 4.0}, ["ranks meet 1.0 s", "network 2.5 s"]),
+        ({"data": 0.5, "first step": 1.5}, []),
+        ({"data": "long", "first step": math.inf}, []),
+    ],
+)
+def test_a_start_that_took_long_is_told_part_by_part(seconds: dict[str, Any], expected: list[str]) -> None:
+    lines = describe(StartedUp(seconds=seconds))
+    assert [line.split(", ")[0] for line in lines] == ([f"Started up in 7.5 s: {expected[0]}"] if expected else [])
+    assert all(part in lines[0] for part in expected)
+    assert not any("data" in line for line in lines)  # too short to be worth a word

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.events import TimelineTaken
+from lockstep.events import StartedUp, TimelineTaken
 from lockstep.report.history import History, Spent, find_timelines, measure_spent, number
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
 from lockstep.report.page.document import Section, escape
-from lockstep.report.phrases import describe_spent, percent, plural
+from lockstep.report.phrases import describe_spent, describe_startup, percent, plural
 from lockstep.report.verdict import judge
 
 KINDS = {
@@ -41,7 +41,8 @@ def tell_spent(history: History) -> Section | None:
         return None
     shown = [kind for kind in KINDS if totals[kind] > 0]
     sentences = describe_spent(history.ended, judge(history.parts[-1]).sentence()) if history.ended else []
-    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+    sentences += [describe_startup(event) for event in history.parts[-1] if isinstance(event, StartedUp)]
+    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in filter(None, sentences))
     chart = Chart(
         name="spent",
         title="Seconds by what they went to",
