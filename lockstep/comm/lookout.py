@@ -9,14 +9,17 @@ says who is behind before the backend ends the process.
 """
 
 import threading
+import time
 from collections.abc import Callable
 
-from lockstep.comm.pulse import LISTEN_S, Lost, Pulse, is_gone, lose
+from lockstep.comm.pulse import Beat, Lost, Pulse, is_gone, lose
 
 TICK_S = 0.5
 # A rank may hold the interpreter for long, or be stopped and let go again: this much silence is too much.
 MAX_PATIENCE_S = 60.0
 MAX_GRACE_S = 10.0
+SLICE_S = 0.02
+GONE_ROUNDS = 2  # of the pulse, after which a process that is gone would have been heard to leave
 
 
 class Lookout:
@@ -30,21 +33,24 @@ class Lookout:
         timeout_s: float,
         end: Callable[[Lost | None], None],
         has_given_up: Callable[[], bool] = lambda: False,
+        is_stuck: bool = False,
     ) -> None:
         """Both waits together stay well below `timeout_s`, after which the backend ends the process its own way.
 
-        `has_given_up`: whether the backend is about to do so.
+        `has_given_up`: whether the backend is about to do so. `is_stuck`: the main thread waits in it for ever.
         """
         self._pulse = pulse
         self._followed = followed
         self._patience_s = min(MAX_PATIENCE_S, timeout_s / 2)
         self._grace_s = min(MAX_GRACE_S, timeout_s / 4)
+        self._is_stuck = is_stuck
         self._end = end
         self._has_given_up = has_given_up
         # Ticks of this thread rather than a clock: a process that was stopped itself has heard nobody, and must not
         # take that for their silence.
         self._silent_ticks = self._stuck_ticks = 0
         self._beats = self._rounds = -1
+        self._gone_round: int | None = None  # of the pulse, when the followed rank's process was first seen to be gone
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lockstep-lookout", daemon=True)
         pulse.follow(followed)
@@ -61,9 +67,23 @@ class Lookout:
                 continue
             if lost is not None and lost.is_dead:  # one that is only behind is not to be ended by the others
                 self._pulse.report(lost)
-            if not self._stop.wait(self._grace_s):
+            if not self._is_closed_meanwhile(lost):
                 self._end(lost)
             return
+
+    def _is_closed_meanwhile(self, lost: Lost | None) -> bool:
+        """Whether the main thread has found out by itself, within its grace.
+
+        One that is stuck never does: there is only the word to wait for, or this rank would be the next to be lost.
+        """
+        if not self._is_stuck:
+            return self._stop.wait(self._grace_s)
+        end_s = time.monotonic() + self._grace_s
+        is_told = lost is None or not lost.is_dead
+        while not is_told and time.monotonic() < end_s and not self._stop.is_set():
+            is_told = self._pulse.reported is not None or self._pulse.is_cut
+            time.sleep(SLICE_S)
+        return self._stop.is_set()
 
     def _judge(self) -> tuple[bool, Lost | None]:
         """Whether anyone is lost, and who, as far as that can be told."""
@@ -77,9 +97,18 @@ class Lookout:
         self._rounds, self._beats = pulse.rounds, beat.beats
         if pulse.is_cut or self._stuck_ticks * TICK_S >= self._patience_s:
             return True, pulse.lose_keeper()
-        silent_s = self._silent_ticks * TICK_S
-        if beat.has_left or silent_s < LISTEN_S:
-            return False, None
-        if silent_s >= self._patience_s or is_gone(beat.process):
+        if not beat.has_left and (self._silent_ticks * TICK_S >= self._patience_s or self._is_gone(beat)):
             return True, lose(self._followed, beat)
         return False, None
+
+    def _is_gone(self, beat: Beat) -> bool:
+        """Whether the followed rank's process has ended, on this host, without a word.
+
+        What was last read of it may be from before its farewell: a reading that began after its end would have that.
+        """
+        if not is_gone(beat.process):
+            self._gone_round = None
+            return False
+        if self._gone_round is None:
+            self._gone_round = self._pulse.rounds
+        return self._pulse.rounds >= self._gone_round + GONE_ROUNDS

@@ -181,7 +181,7 @@ class Pulse:
         self._read_one(followed)
         self.reported = self._read_loss() or self.reported
         if self._found is not None and self.reported is None:
-            self._share_loss(self._found)
+            self.reported = self._share_loss(self._found)
 
     def _read_loss(self) -> Lost | None:
         """Who was reported lost, if anyone was."""

@@ -281,8 +281,14 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         yield
         return
     followed = (world.rank + 1) % world.size
-    end = partial(end_rank, world.rank)
-    lookout = Lookout(world.pulse, followed, timeout_s=timeout_s, end=end, has_given_up=has_timed_out)
+    lookout = Lookout(
+        world.pulse,
+        followed,
+        timeout_s=timeout_s,
+        end=partial(end_rank, world.rank),
+        has_given_up=has_timed_out,
+        is_stuck=torch.distributed.get_backend() == "nccl",
+    )
     try:
         yield
     finally:

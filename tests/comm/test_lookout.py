@@ -22,18 +22,23 @@ from tests.ranks import find_port
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulses, "INTERVAL_S", 0.02)
     monkeypatch.setattr(module, "TICK_S", 0.04)
-    monkeypatch.setattr(module, "LISTEN_S", 0.2)
 
 
 class Scene:
     """Three ranks in one process, each with a lookout on the next."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, is_stuck: bool = False) -> None:
         self.store = HashStore()
         self.pulses = [Pulse(self.store, rank, 3) for rank in range(3)]
         self.found: dict[int, Lost | None] = {}
         self.lookouts = [
-            Lookout(pulse, (rank + 1) % 3, timeout_s=timeout_s, end=lambda lost, rank=rank: self.note(rank, lost))
+            Lookout(
+                pulse,
+                (rank + 1) % 3,
+                timeout_s=timeout_s,
+                end=lambda lost, rank=rank: self.note(rank, lost),
+                is_stuck=is_stuck,
+            )
             for rank, pulse in enumerate(self.pulses)
         ]
 
@@ -115,6 +120,24 @@ def test_where_the_backend_gives_up_the_rank_that_is_behind_is_named_and_not_cal
     time.sleep(0.5)
     assert {rank: lost[:4] for rank, lost in scene.found.items() if lost} == {0: (2, False, 6, 2)}
     assert scene.pulses[1].reported is None
+
+
+def test_a_stuck_rank_ends_once_the_word_is_out_and_no_grace_later() -> None:
+    scene = Scene(timeout_s=40, is_stuck=True)  # 20 s of patience, 10 of grace
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scene.pulses[2]._process = pulses.name_process(process.pid)
+    time.sleep(0.1)
+    scene.lookouts[2].close()
+    scene.pulses[2].close()
+    process.kill()
+    process.wait()
+    begun = time.monotonic()
+    scene.wait_for(2, timeout_s=15)
+    took = time.monotonic() - begun
+    scene.close()
+    # Rank 1 follows rank 2 and ends; rank 0 follows rank 1 and must not take rank 1 for the lost one.
+    assert {rank: lost.rank for rank, lost in scene.found.items() if lost} == {0: 2, 1: 2}
+    assert took < 5
 
 
 class StuckStore:
