@@ -20,8 +20,8 @@ from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
 
 MOST_MEASURED = 100  # steps of a run whose layers are measured, but for the first few
-LEAST_STEPS = 10  # from one to the next: under a rule without norms of its own it costs some percent of a small step
-FIRST_RECORDS = 5
+LEAST_STEPS = 64  # from one to the next: where a rule has no norms of its own, measuring takes half of a small step
+FIRST_RECORDS = 2
 STEADY_STEPS = 12  # before a timeline: by then kernels are chosen, the step is recorded, the input is ahead
 LATE_SHARE = 0.9  # of the run, when a second timeline is taken
 MOST_TIMELINES = 64  # ranks: those of thousands would be larger than all other records together

@@ -13,15 +13,17 @@ from lockstep.errors import LockstepError
 from lockstep.events import LOG_NAME, Event, decode, list_full_parts, read_part
 
 CHUNK_BYTES = 8 << 20
+SUFFIX = Path(LOG_NAME).suffix
 LONGEST_LINE = 64 << 20  # bytes; no record has as many
 
 
 class Follower:
-    """Reads what has been added to a run's log since the last look."""
+    """Reads what has been added to a run's log since the last look; the run, and its folder, may still be to come."""
 
     def __init__(self, source: Path) -> None:
-        self.path = source / LOG_NAME if source.is_dir() else source
-        if not self.path.parent.is_dir():
+        is_log = source.is_file() or (source.suffix == SUFFIX and not source.is_dir())
+        self.path = source if is_log else source / LOG_NAME
+        if not source.parent.is_dir():
             raise LockstepError(f"{source} is not there; give the folder of a run.")
         self._file = -1
         self._rest = b""  # a line whose end is not there yet

@@ -1,5 +1,6 @@
 """Following a run that goes on elsewhere, in this terminal."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,9 +14,11 @@ from lockstep.events import Event, RunEnded, RunStarted, StepDone
 from lockstep.report.compare import clean
 from lockstep.report.display import Display, build_display, print_plain
 from lockstep.report.follow import Follower
+from lockstep.report.phrases import clock
 from lockstep.report.summary import split_parts
 
 POLL_S = 1.0
+SILENT_S = 60.0  # without a record, after which a run may be gone
 
 
 def watch_terminal(source: Path, console: Console | None = None, poll_s: float = POLL_S) -> None:
@@ -29,14 +32,19 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
         if not events:
             print_plain(console, f"Waiting for the first record in {folder}; Ctrl-C ends the waiting.")
         events = choose_recent(events)
+        last_s, is_said = 0.0, False  # of the newest record; whether its age has been told
         while True:
             for event in events:
                 if isinstance(event, RunStarted) and display.start:  # it was resumed meanwhile
                     display.close()
                     display = build_display(console, folder)
                 _show(display, event, follower.path)
+                last_s, is_said = event.time_s, False
             if has_ended(events):
                 return
+            if display.start and not is_said and (silence := describe_silence(last_s)):
+                print_plain(console, silence)
+                is_said = True
             time.sleep(poll_s)
             events = follower.poll()
     except KeyboardInterrupt:  # the usual way to stop watching
@@ -44,6 +52,14 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
     finally:
         display.close()
         follower.close()
+
+
+def describe_silence(last_s: float) -> str:
+    """What to say of a run whose newest record is of that time; nothing while it is young."""
+    silent_s = time.time() - last_s
+    if not SILENT_S <= silent_s < math.inf:
+        return ""
+    return f"Nothing heard for {clock(silent_s)}: the run was killed, or a step takes that long."
 
 
 def choose_recent(events: Sequence[Event]) -> list[Event]:

@@ -1,8 +1,10 @@
 """A log that grows, is torn and is put away, read from outside while it does."""
 
 import json
+import math
 import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from lockstep.events import Event, EventLog, RunEnded, StepDone, encode
 from lockstep.report import live
 from lockstep.report.follow import Follower
 from lockstep.report.live import Server, Watched, watch_web
-from lockstep.report.watch import tame, watch_terminal
+from lockstep.report.watch import describe_silence, tame, watch_terminal
 from tests.report.made_run import make_run, write_run
 from tests.report.records import ended, evaluated, started, stepped
 
@@ -37,6 +39,28 @@ def test_only_what_is_new_is_read(tmp_path: Path) -> None:
             log.emit(event)
         assert follower.poll() == RUN[place : place + 50]
     assert follower.poll() == []
+
+
+def test_a_run_may_be_watched_before_its_folder_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "later"
+    follower = Follower(folder)
+    assert follower.poll() == []
+    assert follower.path == folder / "events.jsonl"
+    folder.mkdir()
+    assert follower.poll() == []
+    open_log(folder).emit(RUN[0])
+    assert follower.poll() == RUN[:1]
+
+
+def test_a_run_that_says_nothing_for_long_is_said_to_be_silent(tmp_path: Path) -> None:
+    write_run(tmp_path, [started(time.time() - 700), stepped(10, time.time() - 600)])
+    ending = threading.Timer(0.3, lambda: open_log(tmp_path).emit(ended(20, time.time(), 10.0)))
+    ending.start()
+    with (tmp_path / "out").open("w") as file:
+        watch_terminal(tmp_path, Console(file=file), poll_s=0.02)
+    ending.join()
+    assert (tmp_path / "out").read_text().count("Nothing heard for 10:00: the run was killed") == 1
+    assert describe_silence(time.time() - 30) == describe_silence(-math.inf) == ""
 
 
 def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:

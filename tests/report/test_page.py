@@ -18,6 +18,7 @@ from lockstep.events import (
     MistakesFound,
     Notice,
     PlanChosen,
+    RunEnded,
     TimelineTaken,
     decode,
     encode,
@@ -29,6 +30,7 @@ from lockstep.report.page.live_page import build_state
 from lockstep.report.page.run_page import build_report, write_report
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
+from lockstep.report.verdict import judge
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
 from tests.report.records import ended, evaluated, started, stepped
@@ -145,6 +147,39 @@ def test_hostile_text_is_text() -> None:
     assert html.escape(HOSTILE) in page
     assert HOSTILE.replace("\u2028", " ") in read_text(page)
     assert "\u2028" not in page[page.index('id="data"') : page.index('id="plotly"')]
+
+
+def test_quotes_in_a_charts_text_are_quotes() -> None:
+    """Plotly knows tags and ampersands, and would show `&quot;` as it is."""
+    charts = read_data(build_report(make_run(steps=200, names=[HOSTILE, "b", "c"])))["charts"]
+    shown = json.dumps(next(chart for chart in charts if chart["name"] == "confusion"), ensure_ascii=False)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
+    assert "&quot;" not in shown
+    assert "&#x27;" not in shown
+
+
+def test_every_buffer_of_a_timeline_has_a_row_behind_step_and_input() -> None:
+    (chart,) = [one for one in read_data(build_report(make_run(steps=300)))["charts"] if one["name"] == "timeline"]
+    beside = ["input", "buffer 0", "buffer 1", "buffer 2", "buffer 3"]
+    assert chart["layout"]["yaxis"]["ticktext"] == ["rank 0 · step", *beside, "rank 1 · step", *beside]
+    rows = {height for trace in chart["traces"] for height in trace["y"]}
+    assert rows == set(range(12))
+
+
+def test_many_ranks_and_buffers_are_cut_to_what_can_be_read() -> None:
+    events = make_run(steps=300, world_size=16)
+    page = build_report(events)
+    (chart,) = [one for one in read_data(page)["charts"] if one["name"] == "timeline"]
+    assert len(chart["layout"]["yaxis"]["ticktext"]) == 5 * 6
+    assert "The first 5 of 16 ranks are shown." in read_text(page)
+
+
+def test_a_run_that_goes_on_or_was_killed_is_judged_too() -> None:
+    events = [event for event in make_run(steps=300) if not isinstance(event, RunEnded)]
+    sentence = f"{judge(events).sentence()}."
+    assert "compute" in sentence
+    assert sentence in read_text(build_report(events))
+    assert sentence in build_state(events)["main"]
 
 
 def _spoil_plan(event: Event) -> Event:

@@ -53,7 +53,8 @@ class Chart:
 def label(text: object) -> str:
     """Text of a run as plotly shall show it: as it is, tags included, and not too long."""
     shown = str(text)
-    return html.escape(shown if len(shown) <= LONGEST_LABEL else f"{shown[: LONGEST_LABEL - 1]}…")
+    # Quotes are no danger in text, and plotly would show what they are escaped as.
+    return html.escape(shown if len(shown) <= LONGEST_LABEL else f"{shown[: LONGEST_LABEL - 1]}…", quote=False)
 
 
 def draw_curve(

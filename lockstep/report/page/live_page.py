@@ -14,6 +14,7 @@ from lockstep.report.page.run_page import build_header, tell_warnings
 from lockstep.report.page.time_spent import tell_spent
 from lockstep.report.phrases import count, percent
 from lockstep.report.time_left import TimeLeft
+from lockstep.report.watch import describe_silence
 
 WAITING = '<p class="kind">Lockstep · live</p><h1>Waiting for the first record</h1>'
 
@@ -66,4 +67,5 @@ def describe_now(history: History) -> str:
         parts.append(f"about {tell_time(left.seconds())} left")
     except (LockstepError, KeyError, TypeError, ValueError, ArithmeticError):  # a configuration of another version
         pass
-    return f"{', '.join(parts)}."
+    silence = describe_silence(max(event.time_s for event in history.parts[-1]))
+    return " ".join(filter(None, (f"{', '.join(parts)}.", silence)))

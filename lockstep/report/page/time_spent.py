@@ -27,8 +27,9 @@ SPAN_COLORS = {
     "update": "--purple",
     "other": "--faint",
 }
+PALE = ("--faint", "--sky")  # in both themes, so that their text is that of the page
 BESIDE_COLORS = {"input": "--green", "all-reduce": "--orange"}
-MOST_RANKS = 8
+MOST_RANKS, MOST_ROWS, MOST_ROWS_A_RANK = 8, 32, 10
 MOST_SPANS = 4000
 
 
@@ -40,7 +41,8 @@ def tell_spent(history: History) -> Section | None:
     if total <= 0 or not any(one.compute for one in spent):
         return None
     shown = [kind for kind in KINDS if totals[kind] > 0]
-    sentences = describe_spent(history.ended, judge(history.parts[-1]).sentence()) if history.ended else []
+    verdict = judge(history.parts[-1]).sentence()
+    sentences = describe_spent(history.ended, verdict) if history.ended else [f"{verdict}."] * bool(verdict)
     sentences += [describe_startup(event) for event in history.parts[-1] if isinstance(event, StartedUp)]
     body = "".join(f"<p>{escape(sentence)}</p>" for sentence in filter(None, sentences))
     chart = Chart(
@@ -89,9 +91,10 @@ def tell_timeline(history: History) -> Section | None:
     timelines = [timeline for timeline in find_timelines(history) if _read_spans(timeline)]
     if not timelines:
         return None
-    shown, total = timelines[:MOST_RANKS], timelines[0].seconds
-    lanes = [(timeline.rank, lane) for timeline in shown for lane in _list_lanes(timeline)]
-    heights = {lane: height for height, lane in enumerate(lanes)}
+    shown = timelines[: min(MOST_RANKS, MOST_ROWS // len(_list_rows(timelines[0])))]
+    total = timelines[0].seconds
+    rows = [(timeline.rank, row) for timeline in shown for row in _list_rows(timeline)]
+    heights = {row: height for height, row in enumerate(rows)}
     spans = [(timeline.rank, span) for timeline in shown for span in _read_spans(timeline)][:MOST_SPANS]
     first, steps = shown[0].first_step, shown[0].num_steps
     chart = Chart(
@@ -103,19 +106,20 @@ def tell_timeline(history: History) -> Section | None:
             "barmode": "overlay",
             "xaxis": {"title": {"text": "milliseconds"}, "range": [0, total * 1e3]},
             "yaxis": {
-                "range": [len(lanes) - 0.4, -0.6],
-                "tickvals": list(range(len(lanes))),
-                "ticktext": [f"{rank} {label(lane)}" for rank, lane in lanes],
+                "range": [len(rows) - 0.4, -0.6],
+                "tickvals": list(range(len(rows))),
+                "ticktext": [_name_tick(rank, row) for rank, row in rows],
                 "showgrid": False,
             },
             "uniformtext": {"mode": "hide", "minsize": 10},
             "shapes": [_draw_edge(start_s) for start_s in _find_edges(shown[0])],
         },
-        height=130 + 34 * len(lanes),
+        height=130 + 34 * len(rows),
         wide=True,
         numbers=_tell_lanes(shown),
-        note="Rows: rank and lane. The lane “step” is what a step is made of; the others went on beside it."
-        + (f" The first {MOST_RANKS} of {len(timelines)} ranks are shown." if len(timelines) > MOST_RANKS else ""),
+        note="The row “step” is what a step is made of. Beside it went on: “input”, the batches that threads made, "
+        "and a row for each buffer of gradients while it was summed over the ranks."
+        + (f" The first {len(shown)} of {len(timelines)} ranks are shown." if len(timelines) > len(shown) else ""),
     )
     return Section("timeline", "A few steps, rank by rank", charts=[chart], short="Timeline")
 
@@ -134,10 +138,22 @@ def _read_spans(timeline: TimelineTaken) -> list[dict[str, Any]]:
     return found
 
 
-def _list_lanes(timeline: TimelineTaken) -> list[str]:
-    """The lane of the step itself, then the others as they come."""
-    lanes = dict.fromkeys(span["lane"] for span in _read_spans(timeline))
-    return sorted(lanes, key=lambda lane: lane != "step")[:6]
+def _list_rows(timeline: TimelineTaken) -> list[str]:
+    """The step itself, its input, then the others as they come."""
+    rows = dict.fromkeys(_name_row(span) for span in _read_spans(timeline))
+    first = ["step", "input"]
+    return sorted(rows, key=lambda row: first.index(row) if row in first else 2)[:MOST_ROWS_A_RANK]
+
+
+def _name_row(span: Mapping[str, Any]) -> str:
+    """The lane, of which each buffer of gradients has one of its own."""
+    return str(span["name"] if span["lane"] == "all-reduce" else span["lane"])
+
+
+def _name_tick(rank: int, row: str) -> str:
+    """A rank's first row has its number; a buffer's bytes stand in its bars."""
+    shown = label(row.partition(" (")[0])
+    return f"rank {rank} · {shown}" if row == "step" else shown
 
 
 def _draw_spans(
@@ -145,7 +161,7 @@ def _draw_spans(
 ) -> list[dict[str, Any]]:
     traces: dict[str, dict[str, Any]] = {}
     for rank, span in spans:
-        height = heights.get((rank, span["lane"]))
+        height = heights.get((rank, _name_row(span)))
         if height is None:
             continue
         is_step = span["lane"] == "step"
@@ -172,7 +188,7 @@ def _begin_spans(name: str, color: str, is_step: bool) -> dict[str, Any]:
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
-        "textfont": {"color": "--on-faint" if color == "--faint" else "--on-color", "size": 11},
+        "textfont": {"color": "--on-faint" if color in PALE else "--on-color", "size": 11},
         "width": 0.78,
         "opacity": 1 if is_step else 0.8,
         "marker": {"color": color, "line": {"color": "--paper", "width": 1}},
