@@ -20,8 +20,10 @@ from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
 
 MOST_MEASURED = 100  # steps of a run whose layers are measured, but for the first few
-LEAST_STEPS = 64  # from one to the next: where a rule has no norms of its own, measuring takes half of a small step
-FIRST_RECORDS = 2
+# From one to the next, and how many of the first records have them. Measuring takes half of a GPU's small step, and some
+# percent of a CPU's.
+LEAST_STEPS, FIRST_RECORDS = 10, 5
+GPU_LEAST_STEPS, GPU_FIRST_RECORDS = 64, 2
 STEADY_STEPS = 12  # before a timeline: by then kernels are chosen, the step is recorded, the input is ahead
 LATE_SHARE = 0.9  # of the run, when a second timeline is taken
 MOST_TIMELINES = 64  # ranks: those of thousands would be larger than all other records together
@@ -30,9 +32,11 @@ MOST_TIMELINES = 64  # ranks: those of thousands would be larger than all other 
 class Cadence:
     """At which steps what is measured; a pure function of the run's length."""
 
-    def __init__(self, start_step: int, total_steps: int, log_every: int) -> None:
+    def __init__(self, start_step: int, total_steps: int, log_every: int, *, on_gpu: bool = False) -> None:
         self._start, self._total, self._every = start_step, total_steps, log_every
-        self._stride = log_every * max(-(-LEAST_STEPS // log_every), -(-total_steps // log_every // MOST_MEASURED))
+        least = GPU_LEAST_STEPS if on_gpu else LEAST_STEPS
+        self._first_records = GPU_FIRST_RECORDS if on_gpu else FIRST_RECORDS
+        self._stride = log_every * max(-(-least // log_every), -(-total_steps // log_every // MOST_MEASURED))
         # Each ends with a step that ends with a record, as the last one does.
         first = min(total_steps, -(-(start_step + STEADY_STEPS) // log_every) * log_every)
         late = int(LATE_SHARE * total_steps) // log_every * log_every
@@ -44,7 +48,7 @@ class Cadence:
             return True
         if step in self._timelines:  # which is to show a step as it usually is
             return False
-        is_early = step <= self._start + FIRST_RECORDS * self._every
+        is_early = step <= self._start + self._first_records * self._every
         return step % (self._every if is_early else self._stride) == 0
 
     def begins_timeline(self, step: int) -> bool:

@@ -136,7 +136,8 @@ class Trainer:
         if self.world.is_first and not self.state.step:
             for notice in describe_fit(self.config, self.sources):
                 self._emit(notice)
-        cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every)
+        on_gpu = self.world.device.type == "cuda"
+        cadence = Cadence(self.state.step, self.total_steps, self.config.train.log_every, on_gpu=on_gpu)
         self.instruments = Instruments(self.parts, self.world, self.sink, cadence)
         try:
             with self.explain():

@@ -29,6 +29,7 @@ SPAN_COLORS = {
 }
 PALE = ("--faint", "--sky")  # in both themes, so that their text is that of the page
 BESIDE_COLORS = {"input": "--green", "all-reduce": "--orange"}
+BESIDE_NAMES = {"input": "batch made", "all-reduce": "buffer summed"}
 MOST_RANKS, MOST_ROWS, MOST_ROWS_A_RANK = 8, 32, 10
 MOST_SPANS = 4000
 
@@ -165,7 +166,7 @@ def _draw_spans(
         if height is None:
             continue
         is_step = span["lane"] == "step"
-        name = span["name"] if is_step else f"beside: {span['lane']}"
+        name = span["name"] if is_step else BESIDE_NAMES.get(span["lane"], f"beside: {span['lane']}")
         color = (SPAN_COLORS if is_step else BESIDE_COLORS).get(span["name"] if is_step else span["lane"], "--gray")
         trace = traces.setdefault(name, _begin_spans(name, color, is_step))
         trace["base"].append(round(span["start_s"] * 1e3, 4))
