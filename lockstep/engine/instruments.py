@@ -20,8 +20,8 @@ from lockstep.events import LayersMeasured, Sink, TimelineTaken
 from lockstep.optim.rule import Norms
 
 MOST_MEASURED = 100  # steps of a run whose layers are measured, but for the first few
-# From one to the next, and how many of the first records have them. Measuring takes half of a GPU's small step, and some
-# percent of a CPU's.
+# From one to the next, and how many of the first records have them: measuring takes half of a GPU's small step, and a
+# few percent of a CPU's.
 LEAST_STEPS, FIRST_RECORDS = 10, 5
 GPU_LEAST_STEPS, GPU_FIRST_RECORDS = 64, 2
 STEADY_STEPS = 12  # before a timeline: by then kernels are chosen, the step is recorded, the input is ahead
