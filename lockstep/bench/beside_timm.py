@@ -20,7 +20,7 @@ from lockstep.bench.timm_peers import PEERS, Case
 from lockstep.bench.turns import Entry, Outcome, take_turns
 from lockstep.comm.world import count_cores
 from lockstep.config import DataConfig
-from lockstep.engine.build import open_sources
+from lockstep.engine.build import Sources, open_sources
 from lockstep.errors import LockstepError
 from lockstep.models.outside import require
 
@@ -67,9 +67,7 @@ def run(
 ) -> None:
     """Measure every network and batch; print a table and write the rows."""
     console = console or Console()
-    names = [name.strip() for name in (models or MODELS).split(",")]
-    if wrong := [name for name in names if not name.startswith("timm:")]:
-        raise LockstepError(f"--model {wrong[0][:80]} is none of timm's; write timm:NAME, such as timm:convnext_tiny.")
+    names = parse_models(models or MODELS)
     check_files(json_file, None)
     require("timm", "`bench step --against timm`")
     on_gpu = torch.cuda.is_available()
@@ -87,22 +85,37 @@ def run(
     describe(rows, console)
 
 
+def parse_models(text: str) -> list[str]:
+    """Networks of timm's from "timm:convnext_tiny,timm:vit_small_patch16_224"."""
+    names = [name.strip() for name in text.split(",")]
+    if wrong := [name for name in names if not name.startswith("timm:")]:
+        raise LockstepError(f"--model {wrong[0][:80]} is none of timm's; write timm:NAME, such as timm:convnext_tiny.")
+    return names
+
+
 def open_case(case: Case, data: Path, smallest: int) -> Case:
     """The same, fed from an image folder that both sides can read: `train/<class>/…`, and `val/` for ours."""
-    folder = data.expanduser().absolute()
-    if not (folder / "train").is_dir():
-        raise LockstepError(
-            f"--data {data} holds no train/; name an image folder with train/<class>/ and val/<class>/."
-        )
-    train = open_sources(DataConfig(source="folder", path=str(folder))).train
-    if train.num_samples < smallest:
-        raise LockstepError(
-            f"--data {data} has {train.num_samples:,} images to train with, fewer than a batch of {smallest}; lower "
-            "--batch."
-        )
+    train = open_images(data, smallest).train
     threads = count_cores()
     chunk = -(-READY_BATCHES * (threads + 1) // WARM_UP_STEPS)
-    return replace(case, data=str(folder), classes=len(train.classes), threads=threads, chunk=chunk)
+    folder = str(data.expanduser().absolute())
+    return replace(case, data=folder, classes=len(train.classes), threads=threads, chunk=chunk)
+
+
+def open_images(data: Path, smallest: int, needed: Sequence[str] = ("train",)) -> Sources:
+    """An image folder with at least a batch to train with."""
+    folder = data.expanduser().absolute()
+    if missing := [split for split in needed if not (folder / split).is_dir()]:
+        raise LockstepError(
+            f"--data {data} holds no {missing[0]}/; name an image folder with train/<class>/ and val/<class>/."
+        )
+    sources = open_sources(DataConfig(source="folder", path=str(folder)))
+    if sources.train.num_samples < smallest:
+        raise LockstepError(
+            f"--data {data} has {sources.train.num_samples:,} images to train with, fewer than a batch of {smallest}; "
+            "lower --batch."
+        )
+    return sources
 
 
 def measure(case: Case, peers: list[str], rounds: int, console: Console) -> list[Outcome]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,6 +17,54 @@ bench = typer.Typer(help="Measure this system beside its peers, in one run.", no
 
 
 bench.command("step")(step_command)
+
+
+@bench.command("train")
+def train_command(
+    data: Annotated[
+        Path | None, typer.Option(help="An image folder with train/ and val/, which both sides read.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Networks of timm's, with commas (timm:convnext_tiny,timm:vit_small_patch16_224)."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=2, help="Epochs; the first is warm-up and not in the speed.")] = 5,
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas: a training of each side with each.")] = "0,1,2",
+    batch: Annotated[int, typer.Option(min=1, help="Images of a step.")] = 256,
+    image_size: Annotated[int, typer.Option(min=1, help="Side of the images, in pixels.")] = 224,
+    precision: Annotated[
+        Literal["fp32", "fp16", "bf16"] | None, typer.Option(help="Number format (bf16 on a GPU, or fp32).")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=1e-12, help="Learning rate after the warm-up.")] = 1e-3,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="A state_dict that both sides start from, .safetensors or .pth; drawn if not given."),
+    ] = None,
+    compiled: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="timm's network compiled, and ours where a run would; on a GPU unless told otherwise.",
+        ),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file as JSON.")] = None,
+) -> None:
+    """Whole trainings of timm's networks through Lockstep beside the loop of timm's users: accuracy, speed, seconds."""
+    from lockstep.bench.trainings import run
+
+    run(
+        data=data,
+        models=model,
+        epochs=epochs,
+        seeds=seeds,
+        batch=batch,
+        image_size=image_size,
+        precision=precision,
+        lr=lr,
+        weights=weights,
+        compiled=compiled,
+        json_file=json_file,
+    )
 
 
 @bench.command("allreduce")

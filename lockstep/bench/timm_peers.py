@@ -5,8 +5,8 @@ takes its data set, loader and optimiser from timm, as its `train.py` does, with
 channels-last, autocast, a fused optimiser, worker processes that outlive the epochs, torch.compile.
 """
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import repeat
@@ -32,6 +32,7 @@ from lockstep.plan.choose import explain_choice
 from lockstep.report.phrases import describe_trials
 
 LR, WEIGHT_DECAY = 1e-3, 0.05
+CENTRE = 224 / 256  # share of the resized image's side that an evaluation sees
 # Of a run that is worth compiling for, as one is whose peer is compiled.
 NUM_STEPS = 100_000
 PEERS: dict[str, str] = {
@@ -67,34 +68,62 @@ def pick_peers(text: str) -> list[str]:
 
 def build_timm(case: Case, compiled: str) -> tuple[str, Step]:
     """A step as timm's script takes it."""
-    timm = require("timm", "`bench step --against timm`")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
+    network, optimizer = start_timm(case, device)
+    batches = load_with_timm(case, device) if case.data else repeat(_make_noise(case, device))
+    forward: Any = torch.compile(network, mode=compiled) if compiled else network
+    update = build_update(case, device, forward, optimizer)
+
+    def step() -> None:
+        for _ in range(case.chunk):
+            update(*next(batches))
+
+    return "", step
+
+
+def start_timm(
+    case: Case, device: torch.device, *, lr: float = LR, seed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """timm's network and optimiser, in a process that is set up as its script would."""
+    timm = require("timm", "A benchmark beside timm")
+    torch.manual_seed(seed)
     torch.set_num_threads(count_cores())  # as the one rank of ours
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     network: nn.Module = timm.create_model(case.model.partition(":")[2], num_classes=case.classes)
     network = network.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-    optimizer = import_module("timm.optim").create_optimizer_v2(
-        network, opt="adamw", lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+    optimizer: torch.optim.Optimizer = import_module("timm.optim").create_optimizer_v2(
+        network, opt="adamw", lr=lr, weight_decay=WEIGHT_DECAY, fused=True
     )
-    half = HALF.get(case.precision)
+    return network, optimizer
+
+
+def build_update(
+    case: Case,
+    device: torch.device,
+    forward: Callable[[Tensor], Tensor],
+    optimizer: torch.optim.Optimizer,
+    label_smoothing: float = 0.0,
+) -> Callable[[Tensor, Tensor], None]:
+    """One batch forward, back and into the weights."""
     scaler = torch.amp.GradScaler(device.type, enabled=case.precision == "fp16")
-    batches = load_with_timm(case, device) if case.data else repeat(_make_noise(case, device))
-    forward: Any = torch.compile(network, mode=compiled) if compiled else network
 
-    def step() -> None:
-        for _ in range(case.chunk):
-            images, labels = next(batches)
-            images = images.contiguous(memory_format=torch.channels_last)
-            with torch.autocast(device.type, half) if half else nullcontext():
-                loss = nn.functional.cross_entropy(forward(images), labels)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    def update(images: Tensor, labels: Tensor) -> None:
+        images = images.contiguous(memory_format=torch.channels_last)
+        with in_precision(case, device):
+            loss = nn.functional.cross_entropy(forward(images), labels, label_smoothing=label_smoothing)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
-    return "", step
+    return update
+
+
+def in_precision(case: Case, device: torch.device) -> AbstractContextManager[Any]:
+    """While inside, PyTorch computes in the case's precision."""
+    half = HALF.get(case.precision)
+    return torch.autocast(device.type, half) if half else nullcontext()
 
 
 def _make_noise(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -106,17 +135,21 @@ def _make_noise(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def load_with_timm(case: Case, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches by timm's own data set and loader, epoch after epoch."""
+    loader = build_loader(case, device, "train")
+    while True:
+        yield from loader
+
+
+def build_loader(case: Case, device: torch.device, split: Literal["train", "val"]) -> Any:
+    """timm's loader of one split: random crops and flips to train with, the centre to evaluate."""
     timm_data = import_module("timm.data")
-    on_gpu = device.type == "cuda"
-    loader = timm_data.create_loader(
-        timm_data.create_dataset("", root=case.data, split="train", is_training=True),
+    on_gpu, is_training = device.type == "cuda", split == "train"
+    drawn = {"scale": AREA, "ratio": RATIO, "hflip": 0.5, "color_jitter": None, "use_multi_epochs_loader": True}
+    return timm_data.create_loader(
+        timm_data.create_dataset("", root=case.data, split=split, is_training=is_training),
         input_size=(3, case.image_size, case.image_size),
         batch_size=case.batch,
-        is_training=True,
-        scale=AREA,
-        ratio=RATIO,
-        hflip=0.5,
-        color_jitter=None,
+        is_training=is_training,
         interpolation="bilinear",
         mean=MEAN,
         std=STD,
@@ -125,10 +158,8 @@ def load_with_timm(case: Case, device: torch.device) -> Iterator[tuple[Tensor, T
         img_dtype=HALF.get(case.precision, torch.float32),
         device=device,
         use_prefetcher=on_gpu,  # which copies and normalises on a stream of its own
-        use_multi_epochs_loader=True,
+        **(drawn if is_training else {"crop_pct": CENTRE}),
     )
-    while True:
-        yield from loader
 
 
 def build_ours(case: Case, resident: Literal["auto", "off"]) -> tuple[str, Step]:

@@ -18,65 +18,6 @@ from lockstep.bench.timm_peers import PEERS, Case, pick_peers
 from lockstep.bench.turns import Outcome, Ready
 from lockstep.errors import LockstepError
 
-TIMM = {
-    "__init__.py": """
-from torch import nn
-
-def create_model(name, pretrained=False, num_classes=1000):
-    assert (name, pretrained) == ("tiny", False)
-    body = nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(*body, nn.Linear(8, num_classes))
-""",
-    "optim.py": """
-from torch.optim import AdamW
-
-def create_optimizer_v2(model, opt, lr, weight_decay, **given):
-    assert opt == "adamw"
-    return AdamW(model.parameters(), lr, weight_decay=weight_decay, **given)
-""",
-    "data.py": """
-from pathlib import Path
-import numpy as np
-import torch
-from PIL import Image
-from torch.utils.data import DataLoader
-
-def create_dataset(name, root, split, is_training):
-    assert (name, split, is_training) == ("", "train", True)
-    classes = sorted(folder.name for folder in (Path(root) / split).iterdir())
-    return [(str(file), classes.index(file.parent.name)) for file in sorted(Path(root, split).glob("*/*"))]
-
-class Images:
-    def __init__(self, files, size):
-        self.files, self.size = files, size
-    def __len__(self):
-        return len(self.files)
-    def __getitem__(self, number):
-        file, label = self.files[number]
-        pixels = np.array(Image.open(file).convert("RGB").resize((self.size, self.size)), np.float32)
-        return torch.from_numpy(pixels).permute(2, 0, 1), label
-
-def create_loader(dataset, input_size, batch_size, is_training, scale, ratio, hflip, color_jitter, interpolation, mean,
-                  std, num_workers, pin_memory, img_dtype, device, use_prefetcher, use_multi_epochs_loader):
-    images = Images(dataset, input_size[-1])
-    return DataLoader(images, batch_size, drop_last=True, num_workers=num_workers, persistent_workers=True)
-""",
-}
-
-
-@pytest.fixture
-def timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "site" / "timm"
-    folder.mkdir(parents=True)
-    for name, text in TIMM.items():
-        (folder / name).write_text(text)
-    monkeypatch.setattr(sys, "path", [str(folder.parent), *sys.path])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
-        del sys.modules[name]
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -159,8 +100,8 @@ def test_what_is_timed_of_timms_side_is_training(timm: None, monkeypatch: pytest
     losses: list[float] = []
     plain = torch.nn.functional.cross_entropy
 
-    def listen(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = plain(logits, labels)
+    def listen(logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        loss = plain(logits, labels, label_smoothing=label_smoothing)
         losses.append(loss.item())
         return loss
 
