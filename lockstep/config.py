@@ -239,6 +239,12 @@ class AugmentConfig(Section):
         default="none", description="trivial: TrivialAugment, one operation of random strength on each sample"
     )
     erase: float = Field(default=0.0, ge=0, le=1, description="share of the samples of which a part is erased")
+    cutout: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 15,
+        description="side of a square that is erased of every sample, in pixels, around any of its pixels; 0: none",
+    )
     mixup: float = Field(
         default=0.0, ge=0, le=1e3, description="alpha of mixup, which adds pairs of samples and their labels; 0: none"
     )
@@ -253,6 +259,12 @@ class AugmentConfig(Section):
     def mixes(self) -> bool:
         """Whether a sample has two labels."""
         return bool(self.mixup or self.cutmix)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.erase and self.cutout:
+            raise ValueError("augment.erase and augment.cutout both erase a part of a sample; set one of them to 0")
+        return self
 
 
 class ModelConfig(Section):

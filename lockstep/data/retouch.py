@@ -69,6 +69,7 @@ class Augmentation:
     pad: int = 0  # pixels of reflection around a square, from which one of its size is cut
     policy: str = "none"  # or "trivial": one operation of random strength
     erase: float = 0.0  # the probability that a part is erased
+    cutout: int = 0  # the side of a square that is erased of every sample, in pixels
     mixup: float = 0.0  # alphas of the distributions of shares
     cutmix: float = 0.0
 
@@ -214,7 +215,7 @@ def draw_retouch(seed: int, plan: StepPlan, size: int, wanted: Augmentation) -> 
     return Retouch(
         shifts=draw_shifts(seed, epoch, samples, wanted.pad) if wanted.pad else None,
         operations=draw_operations(seed, epoch, samples) if wanted.policy == "trivial" else None,
-        erased=draw_erased(seed, epoch, samples, size, wanted.erase) if wanted.erase else None,
+        erased=draw_parts(seed, epoch, samples, size, wanted),
         mixing=mixing,
         own=plan.own,
     )
@@ -223,6 +224,20 @@ def draw_retouch(seed: int, plan: StepPlan, size: int, wanted: Augmentation) -> 
 def draw_shifts(seed: int, epoch: int, samples: Samples, pad: int) -> NDArray[np.int64]:
     """N × 2 from -pad to pad, all equally likely."""
     return (draw_uniform(seed, epoch, SHIFT_STREAM, samples, 2) * (2 * pad + 1)).astype(np.int64) - pad
+
+
+def draw_parts(seed: int, epoch: int, samples: Samples, size: int, wanted: Augmentation) -> NDArray[np.int64] | None:
+    """N × 4 boxes to erase, if any are asked for."""
+    if wanted.cutout:
+        return draw_cutouts(seed, epoch, samples, size, wanted.cutout)
+    return draw_erased(seed, epoch, samples, size, wanted.erase) if wanted.erase else None
+
+
+def draw_cutouts(seed: int, epoch: int, samples: Samples, size: int, side: int) -> NDArray[np.int64]:
+    """N × 4 squares around a pixel, any of them as likely, less what lies outside (DeVries & Taylor, 1708.04552)."""
+    centres = (draw_uniform(seed, epoch, ERASE_STREAM, samples, 2) * size).astype(np.int64)
+    starts, ends = (np.clip(centres - side // 2 + reach, 0, size) for reach in (0, side))
+    return np.concatenate([starts, ends - starts], axis=1)
 
 
 def draw_erased(seed: int, epoch: int, samples: Samples, size: int, probability: float) -> NDArray[np.int64]:

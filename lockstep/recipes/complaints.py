@@ -79,6 +79,7 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.flip = true": ("hflip", "horizontal_flip", "random_flip", "fliplr"),
     "augment.pad = 4": ("padding", "crop_padding", "random_crop_padding", "translate"),
     'augment.policy = "trivial"': ("auto_augment", "aa", "ta_wide", "trivial_augment", "randaugment", "rand_augment"),
+    "augment.cutout = 8": ("cutout_size", "cutout_length"),
     "augment.erase = 0.25": ("reprob", "random_erase", "random_erasing", "erasing"),
     "augment.mixup = 0.2": ("mixup_alpha",),
     "augment.cutmix = 1.0": ("cutmix_alpha",),

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.data import retouch
 from lockstep.data.pipeline import Batch
-from lockstep.data.retouch import Augmentation, draw_erased, draw_shifts, reflect, shift_squares
+from lockstep.data.retouch import Augmentation, draw_cutouts, draw_erased, draw_shifts, reflect, shift_squares
 from tests.data.pictures import Pictures, encode, photos, picture
 from tests.data.test_device_batch import TOLERANCE
 from tests.data.test_pipeline import MEAN, STD, eval_pipeline, same, take, train_pipeline
@@ -20,6 +20,7 @@ ONLY = {
     "pad": Augmentation(pad=3),
     "policy": Augmentation(policy="trivial"),
     "erase": Augmentation(erase=0.5),
+    "cutout": Augmentation(cutout=6),
     "mixup": Augmentation(mixup=0.4),
     "cutmix": Augmentation(cutmix=1.0),
 }
@@ -132,6 +133,24 @@ def test_erased_boxes_are_those_of_the_paper() -> None:
     assert np.median(ratio) == pytest.approx(1, abs=0.1)
     # One so small stays whole, rather than going altogether.
     assert not draw_erased(0, 0, np.arange(50), 1, 1.0).any()
+
+
+def test_a_cutout_lies_around_any_pixel_and_ends_with_the_square() -> None:
+    boxes = draw_cutouts(0, 0, np.arange(20000), 32, 12)
+    top, left, height, width = boxes.T
+    assert (np.stack([top, left]) >= 0).all()
+    assert (np.stack([top + height, left + width]) <= 32).all()
+    assert {height.min(), height.max()} == {width.min(), width.max()} == {6, 12}
+    # Whole where the centre has 6 pixels before it and 5 behind it: 21 of 32 places.
+    assert (height == 12).mean() == pytest.approx(21 / 32, abs=0.02)
+    hits = np.zeros((32, 32))
+    for y, x, h, w in boxes[:4000]:
+        hits[y : y + h, x : x + w] += 1
+    inner = hits[8:24, 8:24] / 4000
+    assert inner.min() > 0.11  # 12 × 12 of 32 × 32 are 0.14
+    assert inner.max() < 0.17
+    # One that is far larger than the square takes all of it.
+    assert draw_cutouts(0, 0, np.arange(50), 4, 100).tolist() == [[0, 0, 4, 4]] * 50
 
 
 def test_an_erased_part_is_the_mean() -> None:
