@@ -250,7 +250,10 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
             "data.flip_in_turn = true has no effect with data.flip = false; leave one of them out",
         ),
         (["train.duration=0st"], 'train.duration = "0st" trains nothing; give a length such as "90ep"'),
-        (["augment.erase=0.5", "augment.cutout=8"], "augment.erase and augment.cutout both erase a part of a sample"),
+        (
+            ["augment.erase=0.5", "augment.cutout=8"],
+            "augment.erase and augment.cutout both erase a part of a sample; set one of them to 0",
+        ),
     ],
 )
 def test_an_impossible_combination_is_a_sentence(tmp_path: Path, overrides: list[str], sentence: str) -> None:
