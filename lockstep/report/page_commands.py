@@ -1,11 +1,17 @@
 """The commands that show a run: its page, several beside each other, and one that still goes on."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lockstep.errors import LockstepError
+
+if TYPE_CHECKING:
+    from lockstep.report.compare_rows import RowFile
+    from lockstep.report.compare_runs import Run
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -26,44 +32,67 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Runs' folders, or JSON files of benchmarks.", metavar="RUN…")],
-    out: Annotated[Path | None, typer.Option(help="Also write a page with the curves over each other.")] = None,
+    subjects: Annotated[
+        list[Path],
+        typer.Argument(help="Runs' folders, JSON files of benchmarks, or folders of sweeps.", metavar="RUN…"),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Also write a page with curves over each other, or bars.")] = None,
 ) -> None:
-    """Say how runs differ in settings and results, or what two runs of a benchmark measured."""
-    from rich.console import Console
+    """Say how runs differ in settings and results, or what two runs of a benchmark or of a sweep measured."""
+    from lockstep.report.compare_rows import RowFile
+    from lockstep.report.compare_runs import Run
+    from lockstep.report.compare_subjects import read_subjects
 
-    from lockstep.report.compare import (
-        Benchmark,
-        Run,
-        build_rich,
-        compare_results,
-        compare_settings,
-        read_subjects,
-        tabulate_rows,
-    )
-
-    subjects = read_subjects([run.expanduser() for run in runs])
-    console = Console()
-    chosen = [one for one in subjects if isinstance(one, Run)]
-    benchmarks = [one for one in subjects if isinstance(one, Benchmark)]
-    if chosen:
-        settings = compare_settings(chosen)
-        console.print(build_rich(settings, "Settings that differ") if settings else "All settings are the same.")
-        console.print()
-        console.print(build_rich(compare_results(chosen), "Results"))
+    found = read_subjects([path.expanduser() for path in subjects])
+    runs = [one for one in found if isinstance(one, Run)]
+    files = [one for one in found if isinstance(one, RowFile)]
+    if runs:
+        _print_runs(runs)
     else:
-        console.print(build_rich(tabulate_rows(benchmarks), "Measured"))
+        _print_rows(files)
     if out is None:
         return
     from lockstep.files import write_whole
-    from lockstep.report.page.compare_page import build_bench_comparison, build_run_comparison
+    from lockstep.report.page.compare_page import build_run_comparison
+    from lockstep.report.page.compare_rows_page import build_row_comparison
 
-    page = build_run_comparison(chosen) if chosen else build_bench_comparison(benchmarks)
+    page = build_run_comparison(runs) if runs else build_row_comparison(files)
     try:
         write_whole(out.expanduser(), page)
     except OSError as error:
         raise LockstepError(f"Cannot write {out}: {error.strerror}.") from None
     print(f"Wrote {out}")
+
+
+def _print_runs(runs: "Sequence[Run]") -> None:
+    from rich.console import Console
+
+    from lockstep.report.compare import build_rich
+    from lockstep.report.compare_runs import compare_results, compare_settings, list_status
+
+    console = Console()
+    settings, results = compare_settings(runs), compare_results(runs)
+    console.print(build_rich(settings, "Settings that differ") if settings else "All settings are the same.")
+    console.print()
+    status = ["status", *list_status(runs)]
+    console.print(build_rich(replace(results, rows=[status, *results.rows]), "Results"))
+
+
+def _print_rows(files: "Sequence[RowFile]") -> None:
+    from rich.console import Console
+
+    from lockstep.report.compare import build_rich
+    from lockstep.report.compare_rows import compare_facts, tabulate_rows
+
+    console = Console()
+    measured, facts = tabulate_rows(files), compare_facts(files)
+    if facts:
+        console.print(build_rich(facts, "Settings that differ"))
+        console.print()
+    before = ["", *(row[0] for row in measured.rows)]
+    # A row's name once, so that the eye finds where the next one begins.
+    rows = [["" if row[0] == last else row[0], *row[1:]] for row, last in zip(measured.rows, before, strict=False)]
+    console.print(build_rich(replace(measured, rows=rows), "Measured"))
 
 
 def watch(

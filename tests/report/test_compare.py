@@ -1,22 +1,18 @@
-"""Runs beside each other, and benchmarks beside each other."""
+"""Runs beside each other."""
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.report.compare import (
-    compare_results,
-    compare_rows,
-    compare_settings,
-    read_subjects,
-    tabulate_rows,
-)
-from lockstep.report.page.compare_page import build_bench_comparison, build_run_comparison
+from lockstep.report.compare import tell_changes
+from lockstep.report.compare_runs import Run, compare_results, compare_settings, list_status
+from lockstep.report.compare_subjects import read_subjects
+from lockstep.report.page.compare_page import build_run_comparison
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
+from tests.report.made_sweep import write_sweep
 from tests.report.records import ended, evaluated, started, stepped
 
 
@@ -27,18 +23,22 @@ def write_two(folder: Path) -> list[Path]:
     return [write_run(folder / "a", first), write_run(folder / "b", second)]
 
 
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    return [one for one in read_subjects(paths) if isinstance(one, Run)]
+
+
 def test_only_settings_that_differ_are_shown(tmp_path: Path) -> None:
-    table = compare_settings(read_subjects(write_two(tmp_path)))  # type: ignore[arg-type]
+    table = compare_settings(read_runs(write_two(tmp_path)))
     assert table is not None
     assert table.rows == [["train.checkpoint_every", "0st", "1ep"], ["ranks", "2", "4"], ["optim.lr", "–", "2.0"]]
     assert table.heads == ["setting", "a", "b"]
-    same = read_subjects([tmp_path / "a", tmp_path / "a"])
-    assert compare_settings(same) is None  # type: ignore[arg-type]
+    assert compare_settings(read_runs([tmp_path / "a", tmp_path / "a"])) is None
 
 
 def test_results_are_those_of_the_summaries(tmp_path: Path) -> None:
-    rows = {row[0]: row[1:] for row in compare_results(read_subjects(write_two(tmp_path))).rows}  # type: ignore[arg-type]
-    assert rows["status"] == ["finished", "unfinished"]
+    runs = read_runs(write_two(tmp_path))
+    rows = {row[0]: row[1:3] for row in compare_results(runs).rows}
+    assert list_status(runs) == ["finished", "unfinished"]
     assert rows["top-1"] == ["90.0 %", "80.0 %"]
     assert rows["time to 80.0 %"] == ["0:12", "0:05"]
     assert rows["T, images/s"] == ["64.0", "–"]
@@ -46,48 +46,65 @@ def test_results_are_those_of_the_summaries(tmp_path: Path) -> None:
     assert "energy, kJ" not in rows
 
 
-def write_rows(path: Path, factor: float, **more: Any) -> Path:
-    rows = [
-        {
-            "model": "resnet50",
-            "batch": batch,
-            "side": side,
-            "setting": f"x{factor}",
-            "median_s": factor * batch,
-            "rounds": 8,
-        }
-        for batch in (32, 256)
-        for side in ("lockstep", "ddp")
-    ]
-    path.write_text(json.dumps([row | more for row in rows]))
-    return path
+def test_a_second_run_is_told_by_how_far_it_is_from_the_first(tmp_path: Path) -> None:
+    table = compare_results(read_runs(write_two(tmp_path)))
+    rows = {row[0]: row[-1] for row in table.rows}
+    assert table.heads[-1] == "difference"
+    assert rows["top-1"] == "-10.00 points"
+    assert rows["ms a step, median"] == "0.800 ×"  # 400 of 500
+    assert rows["time to 80.0 %"] == "0.417 ×"  # 5 s of 12 s
+    assert rows["T, images/s"] == "–"  # the second has not ended
 
 
-def test_rows_of_a_benchmark_are_matched_by_what_they_are(tmp_path: Path) -> None:
-    files = [write_rows(tmp_path / "a.json", 1.0), write_rows(tmp_path / "b.json", 0.5)]
-    benchmarks: Any = read_subjects(files)
-    assert compare_rows(benchmarks)[0] == ("resnet50, batch 32, lockstep", "median_s", [32.0, 16.0])
-    assert tabulate_rows(benchmarks).rows[3][-3:] == ["256", "128", "0.500"]
-    assert {row[1] for row in tabulate_rows(benchmarks).rows} == {"median_s"}  # both had as many rounds
-    assert "bars-median-s" in build_bench_comparison(benchmarks)
+def test_more_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
+    first, second = write_two(tmp_path)
+    table = compare_results(read_runs([first, second, first]))
+    names = table.heads[1:4]
+    assert table.heads[4:] == [f"{names[1]} against {names[0]}", f"{names[2]} against {names[0]}"]
+    rows = {row[0]: row[4:] for row in table.rows}
+    assert rows["top-1"] == ["-10.00 points", "+0.00 points"]
+    assert rows["ms a step, median"] == ["0.800 ×", "1.000 ×"]
+
+
+def test_changes_that_cannot_be_told_are_a_dash() -> None:
+    assert tell_changes([0.0, 1.0, None], is_share=False) == ["–", "–"]
+    assert tell_changes([1e-308, 1e308], is_share=False) == ["–"]
+    assert tell_changes([-1e308, 1e308], is_share=True) == ["–"]
+    assert tell_changes([0.0, 0.5], is_share=True) == ["+50.00 points"]
+    assert tell_changes([0.1, 0.1 - 1e-9], is_share=True) == ["+0.00 points"]
+
+
+def test_numbers_on_the_page_are_aligned_and_the_validation_loss_is_drawn(tmp_path: Path) -> None:
+    page = build_run_comparison(read_runs(write_two(tmp_path)))
+    table = page[page.index('id="results-table"') :].partition("</table>")[0]
+    assert table.count("<td>") == 0
+    assert table.count('<td class="number">') > 10
+    assert "a (finished)" in page
+    assert "b (unfinished)" in page
+    assert 'id="chart-validation-loss"' in page
+
+
+def test_names_are_short_and_never_the_same(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [*write_two(tmp_path), write_two(tmp_path / "other")[0] / "events.jsonl"]
+    assert [run.name for run in read_runs(paths)] == [f"{tmp_path.name}/a", "b", "other/a"]
+    assert [run.name for run in read_runs([paths[1]] * 2)] == [f"{tmp_path.name}/b", f"{tmp_path.name}/b (2)"]
 
 
 def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
-    runs, file = write_two(tmp_path), write_rows(tmp_path / "a.json", 1.0)
-    other = write_rows(tmp_path / "other.json", 1.0, model="alexnet")
+    runs = write_two(tmp_path)
+    file, sweep = tmp_path / "a.json", write_sweep(tmp_path / "sweep")
+    file.write_text('[{"side": "ours", "median_s": 1.5}]')
     for paths, words in (
         (runs[:1], "at least two"),
-        ([*runs, file], "only one kind"),
+        ([*runs, file], "a is a run and a.json a benchmark; .* only one kind"),
+        ([*runs, sweep], "a is a run and sweep a sweep; .* only one kind"),
+        ([file, sweep / "sweep.json"], "a.json is a benchmark and sweep a sweep; .* only one kind"),
         ([tmp_path / "none", *runs], "Cannot read"),
+        ([file, tmp_path / "none.json"], "Cannot read .*none.json"),
     ):
         with pytest.raises(LockstepError, match=words):
             read_subjects(paths)
-    with pytest.raises(LockstepError, match="no row in common"):
-        tabulate_rows(read_subjects([file, other]))  # type: ignore[arg-type]
-    for content in ("{}", "[]", "[1]", "nonsense", "[" * 100_000):
-        (tmp_path / "bad.json").write_text(content)
-        with pytest.raises(LockstepError, match=r"bad\.json"):
-            read_subjects([file, tmp_path / "bad.json"])
 
 
 def test_the_command_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
@@ -96,12 +113,12 @@ def test_the_command_prints_tables_and_writes_the_page(tmp_path: Path) -> None:
     assert status == 0, err
     assert "optim.lr" in out
     assert "90.0 %" in out
+    assert "unfinished" in out
     assert (tmp_path / "c.html").stat().st_size > 1e6
 
 
 def test_names_of_strangers_are_text(tmp_path: Path) -> None:
     names = ["<script>alert(1)<", '"><img src=x>']
-    runs: Any = read_subjects([write_run(tmp_path / name, make_run(steps=100)) for name in names])
-    page = build_run_comparison(runs)
+    page = build_run_comparison(read_runs([write_run(tmp_path / name, make_run(steps=100)) for name in names]))
     assert "<script>alert" not in page
     assert "<img" not in page
