@@ -105,7 +105,7 @@ def test_rows_of_a_chart_are_told_apart() -> None:
         "batch 256, lockstep",
     ]
     others = [("ResNet-18, 11.2 M parameters", "batch 16", "ranks 1", side) for side in ("bare loop", "lockstep")]
-    assert name_rows([*rows[:2], *others])[1] == "quickstart&#x27;s network<br>0.7 M parameters<br>batch 64, lockstep"
+    assert name_rows([*rows[:2], *others])[1] == "quickstart's network<br>0.7 M parameters<br>batch 64, lockstep"
     ways = [(f"{'a long name, ' * 9}called {way}",) for way in ("flat", "torus")]
     assert [name.rpartition("<br>")[2] for name in name_rows(ways)] == ["called flat", "called torus"]
     long = [("x" * 300 + str(place),) for place in range(3)]
