@@ -25,7 +25,8 @@ DRAWN = """Object.fromEntries([...document.querySelectorAll('.plot')].map((plot)
     plot.id.slice(6),
     plot.querySelectorAll('.js-line, .scatterlayer .point, .barlayer .point path, .heatmaplayer image').length,
 ]))"""
-# Boxes that lie over each other, things wider than the page, and text that a chart cuts off.
+WIDTHS = "[...document.querySelectorAll('.plot')].map((plot) => [plot._fullLayout.width, plot.clientWidth])"
+# Boxes that lie over each other, things wider than the page, text that a chart cuts off, and legends that scroll.
 FAULTS = """(() => {
     const faults = [], box = (one) => one.getBoundingClientRect();
     if (document.documentElement.scrollWidth > innerWidth) faults.push('the page is too wide');
@@ -43,6 +44,10 @@ FAULTS = """(() => {
             if (at.width && (isWide || at.top < frame.top - 2 || at.bottom > frame.bottom + 2)) {
                 faults.push(`${plot.id} cuts off ${text.textContent}`);
             }
+        }
+        // Names beyond a legend's end are still in the document, and no box tells that nobody sees them.
+        if ([...plot.querySelectorAll('.legend .scrollbar')].some((bar) => box(bar).height > 0)) {
+            faults.push(`${plot.id} has a legend that scrolls`);
         }
     }
     return faults;
@@ -85,6 +90,14 @@ def check(page: Page) -> dict[str, int]:
     return drawn
 
 
+def resize(page: Page, width: int) -> None:
+    """Another width of the window, and the charts drawn anew for it."""
+    turn = page.run("document.documentElement.dataset.drawn")
+    page.resize(width)
+    page.wait(f"document.documentElement.dataset.drawn !== '{turn}'")
+    page.wait(f"{WIDTHS}.every(([drawn, place]) => Math.abs(drawn - place) < 1)")
+
+
 def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
     for width, scheme in ((1400, "light"), (400, "dark")):
         page.show(f"file://{real}/report.html", width=width, scheme=scheme)
@@ -108,6 +121,16 @@ def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, sche
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7
+
+
+def test_a_window_made_narrow_and_wide_again_has_whole_charts(page: Page, made: Path) -> None:
+    page.show(f"file://{made}")
+    heights = "[...document.querySelectorAll('.plot')].map((plot) => plot.clientHeight)"
+    wide = page.run(heights)
+    for width in (400, 1400):
+        resize(page, width)
+        check(page)
+    assert page.run(heights) == wide
 
 
 def _contrast(first: str, second: str) -> float:
@@ -201,7 +224,9 @@ def test_a_run_is_watched_while_it_goes_on(page: Page, tmp_path: Path) -> None:
         page.wait("document.querySelector('.state').textContent.startsWith('Finished')")
         assert all(request.startswith((address, "data:", "blob:")) for request in page.requests)
         assert page.complaints == []
-        assert page.run(FAULTS) == []
+        for width in (400, 1400):
+            resize(page, width)
+            page.wait(f"{FAULTS}.length === 0")  # the last news may still be drawn
         page.send("Page.navigate", url="about:blank")
         process.send_signal(signal.SIGINT)
         status, out, err = commands.finish(process, timeout_s=90)

@@ -7,6 +7,7 @@ const lockstep = (() => {
     dark: [[0, "#22344c"], [0.35, "#2d5380"], [0.7, "#5f9bdd"], [1, "#dbe9fa"]],
   };
   const axisTitles = { step: "step", epoch: "epoch", wall: "" };
+  const oneRow = 29;  // pixels that a legend of one row is high
   let axis = "step";
 
   const isDark = () => document.documentElement.dataset.theme === "dark";
@@ -53,8 +54,9 @@ const lockstep = (() => {
       autosize: true, height: chart.height, margin: { l: 8, r: 10, t: 12, b: 8 },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, color: ink, size: 12 },
+      // As high as its rows are: a legend that scrolls hides names.
       legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { color: muted, size: 12 },
-        bgcolor: "rgba(0,0,0,0)", traceorder: "normal" },
+        bgcolor: "rgba(0,0,0,0)", traceorder: "normal", maxheight: 9999 },
       hoverlabel: { bgcolor: color("--paper"), bordercolor: color("--rule"), font: { color: ink } },
       hovermode: isCurve && chart.traces.every((trace) => trace.type === "scatter") ? "x unified" : "closest",
       dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
@@ -84,20 +86,32 @@ const lockstep = (() => {
       font: { color: muted, size: 11 } })));
     const legends = traces.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length;
     layout.showlegend = legends > 1;
-    // A narrow legend has rows of its own, which must not be taken from the drawing.
-    if (layout.showlegend && width < 560) layout.height += 20 * Math.max(0, Math.ceil(legends / 2) - 1);
     return [traces, layout];
   }
 
   const painted = (layout) => paint(layout || {}, "");
   const merge = (base, own) => ({ ...base, ...(own || {}), title: { ...base.title, ...((own || {}).title || {}) } });
 
+  // How much higher a legend is than one row; how its names wrap is known only when they are drawn.
+  function measureRows(place) {
+    const legend = place.querySelector(".legend .bg");
+    return legend ? Math.max(0, Math.round(legend.getBoundingClientRect().height) - oneRow) : 0;
+  }
+
   async function draw(chart) {
     const place = document.getElementById(`chart-${chart.name}`);
     if (!place) return;
     const [traces, layout] = figure(chart, place.clientWidth);
-    place.style.height = `${layout.height}px`;
-    await Plotly.react(place, traces, layout, { displayModeBar: false, responsive: true });
+    // Rows of the legend must not be taken from the drawing; those of the last time are mostly those of this one.
+    let rows = -1, again = Number(place.dataset.rows || 0);
+    for (let tries = 0; tries < 3 && again !== rows; tries++) {
+      rows = again;
+      layout.height = chart.height + rows;
+      place.style.height = `${layout.height}px`;
+      await Plotly.react(place, traces, { ...layout }, { displayModeBar: false });
+      again = measureRows(place);
+    }
+    place.dataset.rows = String(rows);
     place.dataset.drawn = "yes";
   }
 
@@ -139,6 +153,14 @@ const lockstep = (() => {
   const show = (others) => { charts = others; return again(); };
   system.addEventListener("change", () => { setTheme(system.matches ? "dark" : "light", false); again(); });
   document.getElementById("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark", true); again(); });
+  // By its width alone: a phone that hides its address bar changes nothing that is drawn.
+  let width = innerWidth, wait = 0;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    clearTimeout(wait);
+    wait = setTimeout(again, 100);
+  });
   const bind = () => document.querySelectorAll('input[name="axis"]').forEach((input) => {
     input.checked = input.value === axis;
     input.addEventListener("change", () => { axis = input.value; again(); });
