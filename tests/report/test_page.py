@@ -5,6 +5,7 @@ import html
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,10 @@ def read_text(page: str) -> str:
     """What a reader sees, tags left out."""
     body = re.sub(r"<(script|style).*?</\1>", " ", page[page.index("<body>") :], flags=re.DOTALL)
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", body)).split())
+
+
+def find_charts(events: Sequence[Event]) -> dict[str, Any]:
+    return {chart["name"]: chart for chart in read_data(build_report(events))["charts"]}
 
 
 def list_sections(page: str) -> list[str]:
@@ -129,11 +134,30 @@ def test_marks_lie_on_the_curve_of_throughput() -> None:
         started(),
         stepped(10, 1005, 0.5),
         stepped(20, 1009, 0.4),
-        evaluated(15, 1007, 0.5),
+        evaluated(15, 1008, 0.5),
         evaluated(30, 1012, 0.5),
     ]
-    charts = {chart["name"]: chart for chart in read_data(build_report(events))["charts"]}
-    assert charts["throughput"]["traces"][1]["y"] == [72.0, 80.0]  # half-way from 64 to 80, and at the end
+    heights = find_charts(events)["throughput"]["traces"][1]["heights"]
+    assert heights["step"] == heights["epoch"] == [72.0, 80.0]  # half-way from 64 to 80, and at the end
+    assert heights["wall"] == [76.0, 80.0]  # three quarters of the way
+
+
+def test_an_evaluation_and_a_checkpoint_at_one_step_are_both_seen() -> None:
+    """What is drawn later lies over what was drawn before."""
+    charts = find_charts(make_run(steps=400))
+    _, checkpoint, evaluation = charts["throughput"]["traces"]
+    assert (checkpoint["name"], evaluation["name"]) == ("checkpoint", "evaluation")
+    assert set(checkpoint["at"]["step"]) <= set(evaluation["at"]["step"])
+    assert checkpoint["marker"]["symbol"] == "square-open"
+    assert checkpoint["marker"]["size"] > evaluation["marker"]["size"]
+
+
+def test_one_evaluation_has_points_that_can_be_told_apart() -> None:
+    events = [started(), stepped(10, 1005), evaluated(10, 1006, 0.5)]
+    looks = [
+        (trace["marker"]["color"], trace["marker"].get("symbol")) for trace in find_charts(events)["accuracy"]["traces"]
+    ]
+    assert len(set(looks)) == len(looks) == 3
 
 
 def test_hostile_text_is_text() -> None:

@@ -6,7 +6,7 @@ tags in it.
 """
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,9 +67,11 @@ def draw_curve(
     mode: str = "lines",
     template: str = "%{y:.4g}",
     details: Sequence[str] | None = None,
+    heights: Mapping[str, Sequence[float | None]] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A line over the axis that the reader chose, thinned to what a screen can show."""
+    """A line over the axis that the reader chose, thinned to what a screen can show; `heights` by axis, where they
+    differ."""
     kept = thin(values)
     places = [spots[index] for index in kept]
     return {
@@ -82,6 +84,7 @@ def draw_curve(
         "marker": {"color": color, "size": 7},
         "hovertemplate": f"{template}<extra>{name}</extra>",
         **({"customdata": [details[index] for index in kept]} if details else {}),
+        **({"heights": {axis: [number(y[index]) for index in kept] for axis, y in heights.items()}} if heights else {}),
         **more,
     }
 

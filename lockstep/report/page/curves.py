@@ -6,6 +6,7 @@ from typing import Any
 from lockstep.events import CheckpointSaved, Evaluated
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
+from lockstep.report.page.log_axis import build_log_axis
 from lockstep.report.phrases import count, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
@@ -60,7 +61,7 @@ def draw_accuracy(history: History) -> Chart | None:
     if first:
         traces.append(_curve("validation, top-1", first, "--orange", mode="lines+markers", template="%{y:.2%}"))
         if fifth:
-            traces.append(_curve("validation, top-5", fifth, "--orange", dash="dot", template="%{y:.2%}"))
+            traces.append(_draw_fifth(fifth))
         if averaged := _known(history.evaluations, lambda it: it.average_top1):
             traces.append(
                 _curve("averaged weights, top-1", averaged, "--green", mode="lines+markers", template="%{y:.2%}")
@@ -82,6 +83,13 @@ def draw_accuracy(history: History) -> Chart | None:
         layout={"yaxis": {"tickformat": ".0%", "range": [0, 1.02]}},
         numbers=_tell("top-1, validation" if first else "top-1, training", first or trained, percent),
     )
+
+
+def _draw_fifth(told: Told) -> dict[str, Any]:
+    """Its points look different too: of a run with one evaluation, points are all that is drawn."""
+    marker = {"color": "--orange", "size": 9, "symbol": "diamond-open", "line": {"width": 1.5}}
+    dotted = {"mode": "lines+markers", "dash": "dot", "marker": marker, "cliponaxis": False}
+    return _curve("validation, top-5", told, "--orange", template="%{y:.2%}", **dotted)
 
 
 def draw_rate(history: History) -> Chart | None:
@@ -117,7 +125,7 @@ def draw_loss_scale(history: History) -> Chart | None:
         f"{'was' if skipped == 1 else 'were'} skipped for gradients that were not finite.",
         traces=traces,
         marks=_marks(history),
-        layout={"yaxis": {"type": "log", "dtick": 1}},
+        layout={"yaxis": build_log_axis([value for _, value in told])},
         numbers=_tell("loss scale", told, lambda value: f"{value:,.0f}"),
     )
 
@@ -144,7 +152,7 @@ def draw_noise_scale(history: History) -> Chart | None:
         f"{useful['last']:,.0f} at the end{beside}.",
         traces=traces,
         marks=_marks(history),
-        layout={"yaxis": {"type": "log", "dtick": 1}},
+        layout={"yaxis": build_log_axis([value for _, value in told] + ([batch] if batch else []))},
         numbers=_tell("noise scale, samples", told, lambda value: f"{value:,.0f}"),
     )
 
@@ -155,25 +163,11 @@ def draw_throughput(history: History) -> Chart | None:
         return None
     saved = history.placed(CheckpointSaved)
     traces = [_curve("images/s", told, "--blue", template="%{y:,.0f} images/s")]
-    for name, events, symbol, color in (
-        ("evaluation", history.evaluations, "triangle-down", "--orange"),
-        ("checkpoint", saved, "square", "--green"),
-    ):
-        if events:
-            spots = [spot for spot, _ in events]
-            texts = [_describe_mark(event) for _, event in events]
-            traces.append(
-                draw_curve(
-                    name,
-                    spots,
-                    _follow(told, spots),
-                    color,
-                    mode="markers",
-                    marker={"color": color, "size": 9, "symbol": symbol, "line": {"color": "--paper", "width": 1}},
-                    details=texts,
-                    template="%{customdata}",
-                )
-            )
+    # An evaluation and a checkpoint are often at one step: the triangle lies in the open square.
+    square = {"color": "--green", "size": 13, "symbol": "square-open", "line": {"width": 2}}
+    triangle = {"color": "--orange", "size": 9, "symbol": "triangle-down", "line": {"color": "--paper", "width": 1}}
+    traces += [_draw_events("checkpoint", saved, told, square)] if saved else []
+    traces += [_draw_events("evaluation", history.evaluations, told, triangle)] if history.evaluations else []
     middle = sorted(value for _, value in told)[len(told) // 2]
     return Chart(
         name="throughput",
@@ -194,15 +188,35 @@ def _describe_mark(event: Evaluated | CheckpointSaved) -> str:
     return f"step {event.step:,}, in {event.seconds:.1f} s"
 
 
-def _follow(told: Told, spots: Sequence[Spot]) -> list[float | None]:
-    """The curve's height where each mark is."""
+def _draw_events(name: str, events: Told, told: Told, marker: dict[str, Any]) -> dict[str, Any]:
+    """Marks on the curve, whichever axis it is drawn over."""
+    spots = [spot for spot, _ in events]
+    # Between two records steps and seconds do not go on alike: an evaluation takes time and no step.
+    heights = {axis: _follow(told, spots, field) for axis, field in (("step", 0), ("epoch", 1), ("wall", 2))}
+    return draw_curve(
+        name,
+        spots,
+        heights["step"],
+        marker["color"],
+        mode="markers",
+        marker=marker,
+        details=[_describe_mark(event) for _, event in events],
+        template="%{customdata}",
+        heights=heights,
+        cliponaxis=False,  # a mark at the very end is whole
+    )
+
+
+def _follow(told: Told, spots: Sequence[Spot], field: int) -> list[float | None]:
+    """The curve's height where each mark is, by one of a spot's fields."""
     heights: list[float | None] = []
     place = 0
-    for spot in spots:
-        while place + 1 < len(told) and told[place + 1][0].step <= spot.step:
+    for at in (spot[field] for spot in spots):
+        while place + 1 < len(told) and told[place + 1][0][field] <= at:
             place += 1
         (before, height), (after, other) = told[place], told[min(place + 1, len(told) - 1)]
-        between = (spot.step - before.step) / (after.step - before.step) if after.step > before.step else 0.0
+        length = after[field] - before[field]
+        between = (at - before[field]) / length if length > 0 else 0.0
         heights.append(height + (other - height) * min(1.0, max(0.0, between)))
     return heights
 

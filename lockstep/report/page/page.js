@@ -42,8 +42,8 @@ const lockstep = (() => {
   function figure(chart, width) {
     const isCurve = chart.traces.some((trace) => trace.at);
     const traces = chart.traces.map((trace) => {
-      const { at, ...rest } = trace;
-      return paint(at ? { ...rest, x: at[axis] } : rest, "");
+      const { at, heights, ...rest } = trace;
+      return paint(at ? { ...rest, x: at[axis], ...(heights && { y: heights[axis] }) } : rest, "");
     });
     const ink = color("--ink"), muted = color("--muted"), grid = color("--grid");
     const line = { gridcolor: grid, zeroline: false, linecolor: color("--rule"), automargin: true, ticks: "",
