@@ -5,11 +5,12 @@ from typing import Any
 
 from lockstep.events import LayersMeasured
 from lockstep.report.history import History, Spot, number
-from lockstep.report.page.charts import Chart, Numbers, label, place, sample_rows
+from lockstep.report.page.charts import LONGEST_LABEL, Chart, Numbers, label, place, sample_rows
 from lockstep.report.page.document import Section
 
 MOST_COLUMNS = 160
 MOST_LAYERS = 400
+SHORT_NAME = 18  # characters of a layer's name beside a map, if that tells layers apart
 
 GRADIENTS = ("gradient_norms", "gradient-norms", "Gradient norms")
 MAPS = (GRADIENTS, ("trust_ratios", "trust-ratios", "Trust ratios"))  # a ratio is weight over gradient: two say all
@@ -73,7 +74,7 @@ def _draw_map(
         layout={
             "yaxis": {
                 "tickvals": _ticks(len(layers)),
-                "ticktext": [_short(layers[tick]) for tick in _ticks(len(layers))],
+                "ticktext": shorten_names([layers[tick] for tick in _ticks(len(layers))]),
                 "showgrid": False,
                 "range": [-0.5, len(layers) - 0.5],
             },
@@ -100,9 +101,18 @@ def _ticks(count: int) -> list[int]:
     return sample_rows(count, 9)
 
 
-def _short(layer: str) -> str:
-    """The end of a long name, which is what tells layers apart."""
-    return label(layer if len(layer) <= 18 else f"…{layer[-17:]}")
+def shorten_names(names: list[str]) -> list[str]:
+    """Long names without their middle, each as short as all can be and still be told apart."""
+    length = SHORT_NAME
+    while length < LONGEST_LABEL and len({_cut(name, length) for name in names}) < len(set(names)):
+        length += 1
+    return [label(_cut(name, length)) for name in names]
+
+
+def _cut(name: str, length: int) -> str:
+    """The beginning, which says in which block a layer is, and the end, which says what it is there."""
+    begin = (length - 1) // 2
+    return name if len(name) <= length else f"{name[:begin]}…{name[begin + 1 - length :]}"
 
 
 def _draw_bar(low: float, high: float) -> dict[str, Any]:
