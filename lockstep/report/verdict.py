@@ -1,7 +1,7 @@
 """What is slow, in one sentence with advice: shares of the time and the input's measured rate -> words. Torch-free."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from lockstep.events import Event, InputChosen, RunEnded, RunStarted, StepDone
@@ -63,9 +63,9 @@ class Verdict:
         """The shares of the time and what follows; empty before there is anything to say."""
         if not self._shares:
             return ""
-        compute, comm, wait = self._shares
-        spent = f"{_percent(compute)} compute, {_percent(comm)} exposed communication"
-        return f"{spent}, {_percent(wait)} waiting for input: {self._advise(wait)}"
+        compute, comm, wait = round_together(self._shares)
+        spent = f"{compute} % compute, {comm} % exposed communication, {wait} % waiting for input"
+        return f"{spent}: {self._advise(self._shares[2])}"
 
     def _advise(self, share_input: float) -> str:
         if not self.slow:
@@ -104,10 +104,20 @@ def count_missing(threads: int, images_per_second: float, wanted: float) -> int:
     return max(0, math.ceil(threads * wanted / images_per_second - 1e-9) - threads)
 
 
+def round_together(shares: Sequence[float]) -> list[int]:
+    """Shares in percent, as whole numbers whose sum is that of the shares: shares of 1 are 100 together, never 101."""
+    if not all(map(math.isfinite, shares)):
+        return [0] * len(shares)
+    exact = [100 * share for share in shares]
+    rounded = [math.floor(value) for value in exact]
+    missing = round(sum(exact)) - sum(rounded)
+    # Those that rounding down cost most are rounded up.
+    dearest = sorted(range(len(exact)), key=lambda place: rounded[place] - exact[place])
+    for place in dearest[: max(0, missing)]:
+        rounded[place] += 1
+    return rounded
+
+
 def _threads(count: int) -> str:
     number = NUMBERS[count] if count < len(NUMBERS) else f"{count:,}"
     return f"{number} more decode thread{'' if count == 1 else 's'}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"

@@ -1,11 +1,14 @@
 """What is slow, in words, from records made by hand."""
 
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lockstep.events import InputChosen
-from lockstep.report.verdict import Verdict, count_missing
+from lockstep.report.verdict import Verdict, count_missing, round_together
 from tests.report.records import ended, started, stepped
 
 
@@ -39,6 +42,22 @@ def test_threads_that_are_missing_are_counted() -> None:
         "55 % compute, 9 % exposed communication, 36 % waiting for input: one more decode thread would remove it"
     )
     assert judge((0.5, 0.0, 0.5), threads=2, images_per_second=16.0).endswith("six more decode threads would remove it")
+
+
+def test_percentages_of_the_whole_time_sum_to_100() -> None:
+    assert judge((0.786, 0.167, 0.047)).startswith("78 % compute, 17 % exposed communication, 5 % waiting for input")
+
+
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=7).filter(any))
+def test_shares_are_rounded_to_a_sum_of_100_each_by_less_than_one(parts: list[int]) -> None:
+    rounded = round_together([part / sum(parts) for part in parts])
+    assert sum(rounded) == 100
+    assert all(abs(whole - 100 * part / sum(parts)) < 1 + 1e-9 for whole, part in zip(rounded, parts, strict=True))
+
+
+def test_shares_of_less_than_the_whole_and_of_nothing_known() -> None:
+    assert round_together([0.5, 0.25]) == [50, 25]
+    assert round_together([math.nan, 0.5]) == [0, 0]
 
 
 @pytest.mark.parametrize(
