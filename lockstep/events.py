@@ -58,6 +58,7 @@ class RunStarted(Event):
     versions: dict[str, str]
     layers: list[str] = field(default_factory=list)  # by their slots' names, in the layout's order
     class_names: list[str] = field(default_factory=list)  # empty where there are none to show
+    machine: dict[str, str] = field(default_factory=dict)  # of rank 0: processor, cores and so on, where it tells
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ EVENTS: list[Event] = [
         steps_per_epoch=10,
         start_step=0,
         versions={"torch": "2"},
+        machine={"processor": "a CPU", "cores": "2 of 64"},
     ),
     PlanChosen(
         time_s=1.5,

@@ -10,6 +10,7 @@ from lockstep.comm.world import World
 from lockstep.commit import read_commit
 from lockstep.config import RunConfig
 from lockstep.engine.build import Parts, Sources, count_steps
+from lockstep.engine.machine import describe_machine
 from lockstep.engine.passes import plan_passes
 from lockstep.engine.planning import Chosen
 from lockstep.errors import LockstepError
@@ -47,6 +48,7 @@ def describe_start(
         versions=name_versions(world.is_first),
         layers=[slot.name for slot in slots],
         class_names=list(classes) if len(classes) <= MOST_NAMES else [],
+        machine=describe_machine(),
     )
 
 

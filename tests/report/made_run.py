@@ -78,6 +78,11 @@ def make_run(
             "versions": {"lockstep": "0.1.0", "torch": "2.11.0", "python": "3.12.3", "cuda": "13.0"},
             "layers": layers,
             "class_names": classes,
+            "machine": {
+                "processor": "Intel(R) Xeon(R) Platinum 8568Y+",
+                "cores": "96",
+                "operating system": "Linux 6.8",
+            },
             **changes,
         },
     )

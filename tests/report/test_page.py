@@ -348,6 +348,21 @@ def test_records_read_back_make_the_same_page(tmp_path: Path) -> None:
     assert build_report(read_events(write_run(tmp_path / "run", events))) == build_report(events)
 
 
+def test_the_environment_tells_the_machine() -> None:
+    page = build_report([started(machine={"processor": HOSTILE, "cores": "2 of 64"})])
+    assert f"<dt>processor</dt><dd>{html.escape(HOSTILE)}</dd>" in page
+    assert "<dt>cores</dt><dd>2 of 64</dd>" in page
+
+
+def test_a_log_of_a_version_that_told_no_machine_makes_a_page(tmp_path: Path) -> None:
+    told = json.loads(encode(started()))
+    del told["machine"]
+    (tmp_path / "events.jsonl").write_text(json.dumps(told) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert "<dt>device</dt><dd>test CPU</dd>" in page
+    assert "<dt>processor</dt>" not in page
+
+
 def test_the_names_of_the_classes_are_listed_as_text() -> None:
     page = build_report([started(num_classes=3, class_names=["ant", HOSTILE, "cat"])])
     assert f"3: ant, {html.escape(HOSTILE)}, cat" in page

@@ -209,6 +209,7 @@ def tell_environment(history: History) -> Section:
         ("ranks", f"{start.world_size:,}"),
         ("parameters", f"{start.num_parameters:,}"),
         ("classes", list_classes(start)),
+        *((str(name), str(value)) for name, value in start.machine.items()),
         *((str(name), str(version)) for name, version in start.versions.items()),
     ]
     return Section("environment", "Environment", body=build_list(rows))
