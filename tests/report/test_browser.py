@@ -12,7 +12,9 @@ from PIL import Image
 
 from lockstep.data.generated import build_generated
 from lockstep.events import EventLog
+from lockstep.report.page.charts import Numbers
 from lockstep.report.page.contact_sheet import Shot, build_contact_sheet
+from lockstep.report.page.document import Document, Section, build_document, build_table
 from lockstep.report.page.run_page import write_report
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -131,6 +133,36 @@ def test_a_window_made_narrow_and_wide_again_has_whole_charts(page: Page, made: 
         resize(page, width)
         check(page)
     assert page.run(heights) == wide
+
+
+def test_a_table_wider_than_the_page_says_that_it_scrolls(page: Page, tmp_path: Path) -> None:
+    """A shade at the edge beyond which there is more, and none at an end of the table."""
+    rows = [[f"row {n}", *(f"{n}.{column}" for column in range(12))] for n in range(4)]
+    wide, narrow = (Numbers([f"column {n}" for n in range(count)], [row[:count] for row in rows]) for count in (13, 2))
+    body = build_table(wide, is_whole=True) + build_table(narrow, is_whole=True)
+    sections = [Section("table", "Table", body=body)]
+    (tmp_path / "page.html").write_text(build_document(Document("Table", "", sections, draws=False)))
+    for scheme in ("light", "dark"):
+        page.show(f"file://{tmp_path}/page.html", width=400, scheme=scheme)
+        assert page.run(FAULTS) == []
+        assert look_at_edges(page, tmp_path) == [(False, True), (False, False)]
+        page.run("document.querySelector('.scroll').scrollTo(40, 0)")
+        assert look_at_edges(page, tmp_path)[0] == (True, True)
+        page.run("document.querySelector('.scroll').scrollTo(9999, 0)")
+        assert look_at_edges(page, tmp_path)[0] == (True, False)
+
+
+def look_at_edges(page: Page, folder: Path) -> list[tuple[bool, bool]]:
+    """Whether each table's left and right edges look otherwise than the page beside them."""
+    boxes = "[...document.querySelectorAll('.scroll')].map((one) => one.getBoundingClientRect().toJSON())"
+    page.save_picture(folder / "page.png")
+    picture = Image.open(folder / "page.png").convert("RGB")
+    edges = []
+    for box in page.run(boxes):
+        # A row of the picture between two lines of text.
+        across = [picture.getpixel((x, int(box["top"]) + 3)) for x in (4, int(box["left"]), int(box["right"]) - 1)]
+        edges.append((across[1] != across[0], across[2] != across[0]))
+    return edges
 
 
 def _contrast(first: str, second: str) -> float:

@@ -1,6 +1,7 @@
 """The page of a sweep: accuracy over the first thing that varies, a line for each cell with error bars; every trial."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.recipes.sweep_file import SweepFile
@@ -23,10 +24,11 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
         charts.append(draw_places(sweep, places, "steps_to"))
     bad = [row for row in rows if row.status in ("diverged", "failed")]
     done = sum(row.is_settled for row in rows)
+    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(_list_trials(rows))
     sections = [
         Section("chart", "Results", charts=[chart for chart in charts if chart]),
-        Section("table", "Best of each cell", body=build_table(tabulate(sweep, places), name="places", is_whole=True)),
-        Section("trials", "Every trial", body=build_table(_list_trials(rows), name="trials-table")),
+        Section("table", "Best of each cell", body=build_table(best, name="places", is_whole=True)),
+        Section("trials", "Every trial", body=build_table(trials, name="trials-table")),
     ]
     facts = f"{done} of {len(rows)} trials, {len(bad)} of them diverged or failed. Recipe {sweep.recipe}."
     facts += f" Commit {commit}." if commit else ""
@@ -34,6 +36,13 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
     header = f'<p class="kind">Lockstep · sweep</p><h1>{escape(name)}</h1>{note}<p>{escape(facts)}</p>'
     footer = "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
     return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections, footer=footer))
+
+
+def drop_empty_columns(numbers: Numbers) -> Numbers:
+    """A table without the columns that say nothing in any row."""
+    kept = [place for place in range(len(numbers.heads)) if any(row[place] != NONE for row in numbers.rows)]
+    rows = [[row[place] for place in kept] for row in numbers.rows]
+    return replace(numbers, heads=[numbers.heads[place] for place in kept], rows=rows) if rows else numbers
 
 
 def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart | None:
@@ -70,7 +79,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
         xaxis |= {"type": "category"}
     means = [spread.mean for found in groups.values() for _, spread in found if spread.mean]
     is_wide = not is_share and bool(means) and max(means) >= MANY_TIMES * min(means)
-    yaxis: dict[str, Any] = {"tickformat": ".0%"} if is_share else {"type": "log"} if is_wide else {}
+    yaxis: dict[str, Any] = {"tickformat": ".4~%"} if is_share else {"type": "log"} if is_wide else {}
     return Chart(
         name=what.replace("_", "-"),
         title=title,
