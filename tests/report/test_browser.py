@@ -39,6 +39,10 @@ FAULTS = """(() => {
             if (over(box(one), box(other))) faults.push(`${one.textContent} lies over ${other.textContent}`);
         }));
     }
+    for (const mark of document.querySelectorAll('.measured')) {
+        const text = mark.closest('li').querySelector('.value');
+        if (box(mark).top < box(text).bottom) faults.push(`a mark lies over ${text.textContent}`);
+    }
     for (const plot of document.querySelectorAll('.plot')) {
         const frame = box(plot), figure = box(plot.closest('figure'));
         for (const text of plot.querySelectorAll('.main-svg text')) {
