@@ -69,4 +69,11 @@ def test_a_terminal_is_recorded_without_paths_of_this_machine(draw: ModuleType, 
     text = " ".join("".join(ElementTree.parse(tmp_path / "train.svg").getroot().itertext()).split())
     assert "$ make train" in text
     assert "runs/resnet50-1" in text
+    # Line by line: at the run's own pace, from the command to the last word.
+    delays = re.findall(r"#t-line-(\d+)\)\" style=\"animation-delay:([\d.]+)s", (tmp_path / "train.svg").read_text())
+    paced = [float(delay) for _, delay in sorted(delays, key=lambda pair: int(pair[0]))]
+    assert paced == sorted(paced)
+    assert paced[0] == 0.0
+    assert 6.0 <= paced[-1] <= 7.0
+    assert len(set(paced)) > 5
     assert str(tmp_path) not in text

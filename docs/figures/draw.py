@@ -9,6 +9,7 @@ import html
 import io
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from lockstep.report.page.run_page import build_report
 
 HERE = Path(__file__).parent
 WIDTH = 860
+FIRST_S, SHOWN_S = 0.8, 6.0  # of a terminal: until the command is read, and its whole run
 STYLE = """<style>
 text { font: 14px system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; fill: #1d2430; }
 .title { font-weight: 600; font-size: 16px; } .muted { fill: #5b6472; font-size: 12.5px; }
@@ -50,6 +52,9 @@ TERMINAL = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {heig
 <style>
 .{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace;
 font-size: {char_height}px; line-height: {line_height}px; }}
+text {{ animation: appear 0.01s linear both; }}
+@keyframes appear {{ from {{ opacity: 0; }} }}
+@media (prefers-reduced-motion: reduce) {{ text {{ animation: none; }} }}
 {styles}
 </style>
 <defs>{lines}</defs>
@@ -258,10 +263,15 @@ def read_run(folder: Path) -> list[Event]:
 
 
 def record_terminal(events: list[Event], target: Path) -> None:
-    """What `make train` shows, line by line, from the run's own records; no path of this machine is in it."""
-    console = Console(record=True, force_terminal=True, width=108, file=io.StringIO(), color_system="truecolor")
+    """What `make train` shows, line by line, from the run's own records; no path of this machine is in it.
+
+    Each line appears when it came, the whole run in a few seconds.
+    """
+    shown = io.StringIO()
+    console = Console(record=True, force_terminal=True, width=108, file=shown, color_system="truecolor")
     console.print(Text.assemble(("$ ", "green"), ("make train", "bold")))
     start = next(event for event in events if isinstance(event, RunStarted))
+    came_s = [0.0]  # each line, after the first record
     # The middle of the run says the same again and again.
     middle = [event for event in events if isinstance(event, Evaluated | CheckpointSaved)][2:-3]
     display = Recorder(console, Path("runs") / start.run)
@@ -269,12 +279,24 @@ def record_terminal(events: list[Event], target: Path) -> None:
         if event in middle:
             if event is middle[0]:
                 console.print(Text("...", style="dim"))
-            continue
-        display.emit(event)
+        else:
+            display.emit(event)
+        came_s += [event.time_s - start.time_s] * (shown.getvalue().count("\n") - len(came_s))
         if isinstance(event, RunEnded):
             break
-    svg = console.export_svg(theme=THEME, code_format=TERMINAL, unique_id="t")
+    svg = pace_lines(console.export_svg(theme=THEME, code_format=TERMINAL, unique_id="t"), came_s)
     target.write_text("\n".join(line.rstrip() for line in svg.splitlines()) + "\n")
+
+
+def pace_lines(svg: str, came_s: list[float]) -> str:
+    """Let every line of a terminal appear at its time, the last after SHOWN_S."""
+    scale = SHOWN_S / max(*came_s, 1.0)
+
+    def delay(line: re.Match[str]) -> str:
+        place = min(int(line[1]), len(came_s) - 1)
+        return f'{line[0]} style="animation-delay:{FIRST_S * (place > 0) + scale * came_s[place]:.2f}s"'
+
+    return re.sub(r'clip-path="url\(#t-line-(\d+)\)"', delay, svg)
 
 
 def photograph_report(events: list[Event], target: Path) -> None:
