@@ -4,12 +4,14 @@ import os
 import platform
 from pathlib import Path
 
+from lockstep.comm.world import count_cores
+
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def describe_machine() -> dict[str, str]:
     """Processor, cores and operating system, each where this machine tells it."""
-    told = {"processor": read_processor(), "cores": count_cores(), "operating system": name_system()}
+    told = {"processor": read_processor(), "cores": describe_cores(), "operating system": name_system()}
     return {name: value for name, value in told.items() if value}
 
 
@@ -27,10 +29,9 @@ def read_processor(info: Path = CPU_INFO) -> str:
     return platform.processor()
 
 
-def count_cores() -> str:
+def describe_cores() -> str:
     """The cores that this process may use, and of how many."""
-    every = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    mine, every = count_cores(), os.cpu_count() or 1
     return f"{mine:,}" if mine == every else f"{mine:,} of {every:,}"
 
 

@@ -5,7 +5,7 @@ import os
 import platform
 from pathlib import Path
 
-from lockstep.engine.machine import count_cores, describe_machine, read_processor
+from lockstep.engine.machine import describe_cores, describe_machine, read_processor
 
 
 def test_the_first_core_says_the_model(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_cores_are_those_that_may_be_used() -> None:
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
-        assert count_cores() == ("1" if os.cpu_count() == 1 else f"1 of {os.cpu_count():,}")
+        assert describe_cores() == ("1" if os.cpu_count() == 1 else f"1 of {os.cpu_count():,}")
     finally:
         os.sched_setaffinity(0, before)
 
