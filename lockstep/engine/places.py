@@ -27,6 +27,7 @@ class Places:
         self._least = least
         self._used = list(range(most))
         self._devices = devices
+        self._shares_devices = len(devices) < most
         self._clock = clock
         self._retry_s: dict[int, float] = dict.fromkeys(self._used, retry_s)
         self._left_out: dict[int, float] = {}  # place: when it is due again
@@ -62,8 +63,10 @@ class Places:
 
     def describe(self) -> dict[str, str]:
         """What ranks must be told of the devices in use: nothing while all are and each rank has its own."""
-        if len(self._devices) < self.num_ranks:
-            return SHARED_QUEUES if self._devices else {}
+        if not self._devices:
+            return {}
+        if self._shares_devices:  # a place that is left out is then no device
+            return SHARED_QUEUES
         if not self._left_out:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices[place] for place in self._used)}

@@ -81,4 +81,10 @@ def test_without_gpus_there_is_nothing_to_tell_the_ranks() -> None:
 
 def test_ranks_that_share_a_gpu_take_fewer_of_its_queues() -> None:
     assert Places(2, 2, devices=["0", "1"]).describe() == {}
-    assert Places(3, 3, devices=["0", "1"]).describe() == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    shared = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert Places(3, 3, devices=["0", "1"]).describe() == shared
+    places, _ = open_places(1, 2, "0")
+    places.lose(0)
+    places.lose(0)
+    assert places.num_ranks == 1
+    assert places.describe() == shared  # and none is named, as the place that is left has none to itself
