@@ -13,6 +13,7 @@ from lockstep.report.history import number
 from lockstep.report.quantities import SHARES
 
 MOST_CELLS = 5000  # as many as a sweep may have trials
+MOST_SETTINGS = 500
 LONGEST_NAME = 500  # characters of a cell's name, or of a setting with its value
 MEASURES = ("top1", *TO_TARGET, "images_per_second", "memory_bytes", "wall_s")
 
@@ -110,7 +111,10 @@ def _read_number(value: object, key: str) -> float | None:
 def _list_facts(table: Mapping[str, Any]) -> dict[str, str]:
     told = {key: table.get(key) for key in ("recipe", "measure", "commit")}
     facts = {key: value[:LONGEST_NAME] for key, value in told.items() if isinstance(value, str) and value}
-    return facts | {"target": _phrase_target(table.get("target"))}
+    settings = table.get("set", [])  # which sweeps of older versions did not tell
+    _require(isinstance(settings, list) and all(isinstance(one, str) for one in settings), "its settings are no text")
+    pairs = (setting[:LONGEST_NAME].partition("=") for setting in settings[:MOST_SETTINGS])
+    return facts | {"target": _phrase_target(table.get("target"))} | {key: value for key, _, value in pairs}
 
 
 def _phrase_settings(best: object) -> str:

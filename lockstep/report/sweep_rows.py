@@ -254,6 +254,7 @@ def to_json(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str) -> st
             "recipe": sweep.recipe,
             "measure": sweep.measure,
             "target": sweep.target,
+            "set": _list_shared(rows),
             "cells": [
                 {
                     "cell": place.cell,
@@ -285,6 +286,12 @@ def to_json(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str) -> st
         indent=1,
         ensure_ascii=False,
     )
+
+
+def _list_shared(rows: Sequence[Row]) -> list[str]:
+    """The settings, as key=value, that all trials have."""
+    others = [set(row.trial.settings) for row in rows]
+    return [setting for setting in (rows[0].trial.settings if rows else ()) if all(setting in one for one in others)]
 
 
 def _to_table(row: Row) -> dict[str, Any]:

@@ -11,7 +11,13 @@ BATCHES = (32, 256)
 CELLS = ("momentum", "LARS")
 
 
-def make_sweep(base: float = 0.5, lr: float = 0.1, cells: tuple[str, ...] = CELLS, **changes: Any) -> str:
+def make_sweep(
+    base: float = 0.5,
+    lr: float = 0.1,
+    cells: tuple[str, ...] = CELLS,
+    settings: tuple[str, ...] = ("train.duration=6ep",),
+    **changes: Any,
+) -> str:
     """`sweep.json` of two cells at two batches, with two seeds whose top-1 lie 0.02 apart around `base` + 0.01."""
     sweep = SweepFile.model_validate(
         {"recipe": "quickstart", "target": 0.3, "seeds": [0, 1], "grid": {"train.global_batch": list(BATCHES)}}
@@ -19,7 +25,16 @@ def make_sweep(base: float = 0.5, lr: float = 0.1, cells: tuple[str, ...] = CELL
     )
     rows = [
         Row(
-            Trial(cell, (("train.global_batch", batch),), 0, seed, (("optim.lr", lr),), (), "1", "folder"),
+            Trial(
+                cell,
+                (("train.global_batch", batch),),
+                0,
+                seed,
+                (("optim.lr", lr),),
+                (*settings, f"optim.lr={lr}"),
+                "1",
+                "folder",
+            ),
             "finished",
             top1=base + 0.02 * seed,
             steps_to=100.0 if seed else None,

@@ -51,6 +51,13 @@ def test_what_was_chosen_is_told_where_it_differs(tmp_path: Path) -> None:
     assert compare_facts(read_sweeps(first, first)) is None
 
 
+def test_settings_that_all_trials_of_a_sweep_have_are_told_where_sweeps_differ(tmp_path: Path) -> None:
+    folders = [write_sweep(tmp_path / name, settings=(f"train.duration={name}ep", "model.width=8")) for name in "69"]
+    first, second = (sweep.facts for sweep in read_sweeps(*folders))
+    assert (first["train.duration"], second["train.duration"]) == ("6ep", "9ep")
+    assert first["model.width"] == second["model.width"] == "8"
+
+
 def test_other_measures_and_targets_are_other_quantities(tmp_path: Path) -> None:
     first, second = write_sweep(tmp_path / "a"), write_sweep(tmp_path / "b", target=0.4)
     words = {row[1] for row in tabulate_rows(read_sweeps(first, second)).rows}
@@ -119,6 +126,8 @@ def test_the_page_is_drawn_whole_on_a_screen_and_on_a_phone(tmp_path: Path) -> N
         {"measure": 3},
         {"measure": "loss"},
         {"target": "high"},
+        {"set": "x"},
+        {"set": [1]},
         {"cells.cell": None},
         {"cells.cell": "x" * 10_000},
         {"cells.point": [1]},
