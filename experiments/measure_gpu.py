@@ -1,9 +1,9 @@
-"""Every measurement of docs that needs a GPU, one after the other: python experiments/measure_gpu.py OUT [options]
+"""A list of GPU measurements, one after the other: python experiments/measure_gpu.py OUT [options]
 
 Each is a command of this repository with a limit of time. OUT gets what it printed (NAME.log) and, where it writes
 rows, NAME.json. One that has ended well is not run again, so that the same command goes on where it was stopped.
-`--only` picks by name, `--seconds` bounds the whole, `--show` only lists. CIFAR-10, Imagenette and an older checkout
-are named by their folders; what needs one that is not named is left out.
+`--only` picks by name, `--seconds` bounds the whole, `--show` only lists. CIFAR-10, Imagenette, photographs and
+an older checkout are named by their folders; what needs one that is not named is left out.
 """
 
 import argparse
@@ -26,7 +26,7 @@ class Measurement:
     name: str
     command: str
     limit_s: int
-    needs: str = ""  # "cifar10", "imagenette" or "before": the folder takes the place of {folder}
+    needs: str = ""  # "cifar10", "imagenette", "photos" or "before": the folder takes the place of {folder}
     has_rows: bool = True
 
 
@@ -38,6 +38,10 @@ MEASUREMENTS = (
         180,
         "before",
     ),
+    Measurement("one-gpu", "bench step --against torchvision --model resnet50 --batch 256 --rounds 8", 540),
+    Measurement("optimizer", "bench optimizer", 180),
+    Measurement("kernels", "bench kernels --no-compile", 240),
+    Measurement("input", "bench input {folder} --train resnet50 --batch 256 --seconds 60", 300, "photos"),
     Measurement("ddp-2", "bench step --against ddp --ranks 2 --batch 64 --rounds 7 --round-s 0.4", 480),
     Measurement("ddp-4", "bench step --against ddp --ranks 4 --batch 64 --rounds 7 --round-s 0.4", 540),
     Measurement("overlap", "bench overlap --rounds 6", 180),
@@ -79,7 +83,7 @@ def measure(one: Measurement, out: Path, folder: str, left_s: float) -> str:
     if done.exists():
         return "was done before"
     limit_s = min(one.limit_s, left_s)
-    if limit_s <= 0:
+    if limit_s < 1:  # 0 would be no limit
         return "no time left"
     begun = time.monotonic()
     with (out / f"{one.name}.log").open("wb") as log:
@@ -104,12 +108,12 @@ def choose(only: str) -> Sequence[Measurement]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run every measurement of docs that needs a GPU.")
+    parser = argparse.ArgumentParser(description="Run a list of GPU measurements.")
     parser.add_argument("out", type=Path, help="where logs and rows go")
     parser.add_argument("--only", default="", help="names, with commas")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="that all of them may take")
     parser.add_argument("--show", action="store_true", help="list the commands, run nothing")
-    for name in ("cifar10", "imagenette", "before"):
+    for name in ("cifar10", "imagenette", "photos", "before"):
         parser.add_argument(f"--{name}", default="", help="its folder")
     asked = parser.parse_args()
     out, end = asked.out.resolve(), time.monotonic() + asked.seconds

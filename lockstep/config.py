@@ -636,6 +636,11 @@ class RunConfig(Section):
                 "model.name"
             )
         smallest = min(self.data.image_size, *(step.size for step in self.data.image_sizes), MOST)
+        if self.augment.cutout >= smallest:
+            raise ValueError(
+                f"augment.cutout = {self.augment.cutout} erases all of some images of data.image_size = {smallest}; "
+                "lower it"
+            )
         if self.augment.pad >= smallest:
             raise ValueError(
                 f"augment.pad = {self.augment.pad} reflects more pixels than images of data.image_size = {smallest} "

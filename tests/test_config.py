@@ -251,6 +251,10 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         ),
         (["train.duration=0st"], 'train.duration = "0st" trains nothing; give a length such as "90ep"'),
         (
+            ["augment.cutout=64", "data.image_size=64"],
+            "augment.cutout = 64 erases all of some images of data.image_size = 64; lower it",
+        ),
+        (
             ["augment.erase=0.5", "augment.cutout=8"],
             "augment.erase and augment.cutout both erase a part of a sample; set one of them to 0",
         ),

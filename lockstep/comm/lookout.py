@@ -9,7 +9,6 @@ says who is behind before the backend ends the process.
 """
 
 import threading
-import time
 from collections.abc import Callable
 
 from lockstep.comm.pulse import Beat, Lost, Pulse, is_gone, lose
@@ -18,7 +17,7 @@ TICK_S = 0.5
 # A rank may hold the interpreter for long, or be stopped and let go again: this much silence is too much.
 MAX_PATIENCE_S = 60.0
 MAX_GRACE_S = 10.0
-SLICE_S = 0.02
+SLICE_S = 0.05
 GONE_ROUNDS = 2  # of the pulse, after which a process that is gone would have been heard to leave
 
 
@@ -74,16 +73,21 @@ class Lookout:
     def _is_closed_meanwhile(self, lost: Lost | None) -> bool:
         """Whether the main thread has found out by itself, within its grace.
 
-        One that is stuck never does: there is only the word to wait for, or this rank would be the next to be lost.
+        One that is stuck never does: there is only the word to wait for, or this rank would be the next to be lost. One
+        that is ending, because all ranks failed alike and another was quicker, still has to say why.
         """
         if not self._is_stuck:
             return self._stop.wait(self._grace_s)
-        end_s = time.monotonic() + self._grace_s
-        is_told = lost is None or not lost.is_dead
-        while not is_told and time.monotonic() < end_s and not self._stop.is_set():
-            is_told = self._pulse.reported is not None or self._pulse.is_cut
-            time.sleep(SLICE_S)
-        return self._stop.is_set()
+        is_told, waited_s = lost is None or not lost.is_dead, 0.0
+        while not self._stop.wait(SLICE_S):
+            waited_s += SLICE_S
+            is_told = is_told or self._pulse.reported is not None or self._pulse.is_cut
+            if self._pulse.is_ending:
+                if waited_s >= MAX_GRACE_S:
+                    return False
+            elif is_told or waited_s >= self._grace_s:
+                return False
+        return True
 
     def _judge(self) -> tuple[bool, Lost | None]:
         """Whether anyone is lost, and who, as far as that can be told."""

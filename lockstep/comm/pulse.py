@@ -77,6 +77,7 @@ class Pulse:
         self._found: Lost | None = None  # by this rank, for all others to read
         self.rounds = 0  # that the thread has made; it stands still where the store does not answer
         self.is_cut = False  # the store has hung up
+        self.is_ending = False  # this rank has failed and is about to say why: it waits for nobody any more
         self.reported: Lost | None = None  # by any rank
         self._process = name_process(os.getpid())
         self._stop = threading.Event()

@@ -162,7 +162,7 @@ class TrainPipeline(Pipeline):
         """When the last batches were made, and those after them so far."""
         times = [*self._times, *((pending.begun_s, pending.done_s) for _, pending in self._ahead)]
         first = 1 - len(self._times)
-        return [Made(first + number, *span) for number, span in enumerate(times) if span[0] is not None]  # type: ignore[arg-type]
+        return [Made(first + place, begun, done) for place, (begun, done) in enumerate(times) if begun is not None]
 
     def size_at(self, epoch: int) -> int:
         """The side of an epoch's images."""

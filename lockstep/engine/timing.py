@@ -51,10 +51,8 @@ class Clock:
         self._last = self._now()
         self._trace: Trace | None = None
         self._recorded: list[Cut] | None = None  # while a step is recorded
-        self._seen: tuple[Moment, float] = (
-            self._last,
-            time.perf_counter(),
-        )  # a moment, and the host's clock when it passed
+        # A moment, and the host's clock when it passed.
+        self._seen: tuple[Moment, float] = self._last, time.perf_counter()
 
     def mark(self, kind: Kind) -> None:
         """The time since the last mark was spent on `kind`."""

@@ -143,6 +143,8 @@ class Trainer:
             with self.explain():
                 status = self._train(start)
         except BaseException as error:
+            if self.world.pulse:
+                self.world.pulse.is_ending = True
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
                 self.snapshots.clear()
             self._say_ended("failed", start, reason=str(error))

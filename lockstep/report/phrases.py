@@ -1,6 +1,7 @@
 """Records in words: the lines that the live and the plain display share, in ASCII so that any log can hold them."""
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
 
 LONG_START_S = 5.0  # worth a line
+SILENT_S = 60.0  # without a record, after which a run may be gone
 
 
 def percent(share: float) -> str:
@@ -112,6 +114,14 @@ def describe_startup(event: StartedUp) -> str:
         return ""
     parts = [f"{what} {seconds:.1f} s" for what, seconds in known.items() if seconds >= total / 50]
     return f"Started up in {total:.1f} s: {', '.join(parts)}."
+
+
+def describe_silence(last_s: float) -> str:
+    """What to say of a run whose newest record is of that time; nothing while it is young."""
+    silent_s = time.time() - last_s
+    if not SILENT_S <= silent_s < math.inf:
+        return ""
+    return f"Nothing heard for {clock(silent_s)}: the run was killed, or a step takes that long."
 
 
 def describe_plan(event: PlanChosen) -> list[str]:

@@ -1,6 +1,5 @@
 """Following a run that goes on elsewhere, in this terminal."""
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -14,11 +13,10 @@ from lockstep.events import Event, RunEnded, RunStarted, StepDone
 from lockstep.report.compare import clean
 from lockstep.report.display import Display, build_display, print_plain
 from lockstep.report.follow import Follower
-from lockstep.report.phrases import clock
+from lockstep.report.phrases import describe_silence
 from lockstep.report.summary import split_parts
 
 POLL_S = 1.0
-SILENT_S = 60.0  # without a record, after which a run may be gone
 
 
 def watch_terminal(source: Path, console: Console | None = None, poll_s: float = POLL_S) -> None:
@@ -52,14 +50,6 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
     finally:
         display.close()
         follower.close()
-
-
-def describe_silence(last_s: float) -> str:
-    """What to say of a run whose newest record is of that time; nothing while it is young."""
-    silent_s = time.time() - last_s
-    if not SILENT_S <= silent_s < math.inf:
-        return ""
-    return f"Nothing heard for {clock(silent_s)}: the run was killed, or a step takes that long."
 
 
 def choose_recent(events: Sequence[Event]) -> list[Event]:

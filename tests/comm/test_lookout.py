@@ -140,6 +140,22 @@ def test_a_stuck_rank_ends_once_the_word_is_out_and_no_grace_later() -> None:
     assert took < 5
 
 
+def test_a_rank_that_is_about_to_say_why_it_failed_is_not_cut_off_by_one_that_was_quicker() -> None:
+    scene = Scene(timeout_s=1.6, is_stuck=True)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scene.pulses[2]._process = pulses.name_process(process.pid)
+    time.sleep(0.1)
+    scene.pulses[0].is_ending = True  # all three failed alike; rank 2 is gone already
+    scene.lookouts[2].close()
+    scene.pulses[2].close()
+    process.kill()
+    process.wait()
+    scene.wait_for(1, timeout_s=5)
+    time.sleep(1.5)
+    scene.close()
+    assert list(scene.found) == [1]
+
+
 class StuckStore:
     """As one whose keeper is stopped: it takes values and answers nothing."""
 

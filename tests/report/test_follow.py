@@ -19,7 +19,8 @@ from lockstep.events import Event, EventLog, RunEnded, StepDone, encode
 from lockstep.report import live
 from lockstep.report.follow import Follower
 from lockstep.report.live import Server, Watched, watch_web
-from lockstep.report.watch import describe_silence, tame, watch_terminal
+from lockstep.report.phrases import describe_silence
+from lockstep.report.watch import tame, watch_terminal
 from tests.report.made_run import make_run, write_run
 from tests.report.records import ended, evaluated, started, stepped
 

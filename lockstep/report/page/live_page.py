@@ -12,9 +12,8 @@ from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_section
 from lockstep.report.page.run_page import build_header, tell_warnings
 from lockstep.report.page.time_spent import tell_spent
-from lockstep.report.phrases import count, percent
+from lockstep.report.phrases import count, describe_silence, percent
 from lockstep.report.time_left import TimeLeft
-from lockstep.report.watch import describe_silence
 
 WAITING = '<p class="kind">Lockstep · live</p><h1>Waiting for the first record</h1>'
 
