@@ -3,8 +3,10 @@
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import simplejpeg
@@ -18,6 +20,8 @@ from lockstep.data.reader import Loaded
 MAX_IMAGES = 64
 # One reads and parses images while the other's are decoded.
 NUM_THREADS = 2
+RGB = 3  # torchvision's ImageReadMode
+Decode = Callable[[list[Tensor], int, torch.device], list[Tensor]]
 
 
 @cache
@@ -29,19 +33,30 @@ def has_nvjpeg() -> bool:
     try:
         nvjpeg = Nvjpeg(torch.device("cuda", torch.cuda.current_device()))
         return nvjpeg.decode([probe], None) is not None
-    except (ImportError, AttributeError, RuntimeError):  # a torchvision for another PyTorch, or built without nvJPEG
+    except (ImportError, OSError, AttributeError, RuntimeError):  # one for another PyTorch, or built without nvJPEG
         return False
+
+
+def load_decode() -> Decode:
+    """torchvision's decoder, from its library alone: the whole package takes seconds to import, for every rank."""
+    found = find_spec("torchvision")  # does not import it
+    folders = found.submodule_search_locations if found else None
+    library = next((file for folder in folders or () for file in Path(folder).glob("image*.so")), None)
+    if library is not None:
+        torch.ops.load_library(str(library))
+    else:  # laid out differently: its own code knows where
+        import torchvision.io  # noqa: F401
+    decode: Decode = torch.ops.image.decode_jpegs_cuda
+    return decode
 
 
 class Nvjpeg:
     """nvJPEG on one device; threads decode one after the other, which is all that torchvision allows."""
 
     def __init__(self, device: torch.device) -> None:
-        from torchvision.io import ImageReadMode, decode_jpeg
-
         # Nobody writes to encoded images, and copies of them would cost the training step time.
         warnings.filterwarnings("ignore", "The given buffer is not writable")
-        self._decode_jpeg, self._mode = decode_jpeg, ImageReadMode.RGB
+        self._decode = load_decode()
         self._device = device
         # nvJPEG writes on a stream of its own, which waits for nobody, into memory that is free in the order of the
         # stream given here. So this one is used for nothing else, and images are let go only when they were cropped.
@@ -65,7 +80,7 @@ class Nvjpeg:
         data = [torch.frombuffer(item, dtype=torch.uint8) for item in encoded]
         try:
             with self._decoding, torch.cuda.stream(self._stream):
-                planes: list[Tensor] = self._decode_jpeg(data, mode=self._mode, device=self._device)
+                planes = self._decode(data, RGB, self._device)
                 if reader:
                     reader.wait_event(self._stream.record_event())
                 return planes

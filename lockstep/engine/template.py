@@ -6,6 +6,7 @@
 
 So the launcher waits for a rank, and a rank follows its launcher, as if it had been started from a shell. The template
 itself never trains, opens nothing and has one thread: what it forks is as clean as a program that has just started.
+Where there are GPUs it also imports what a GPU's first step would import, while the launcher looks at the data.
 Where there is no such thing (not Linux), or the template is gone, ranks start the plain way, in a new interpreter.
 """
 
@@ -13,17 +14,22 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+from lockstep import kernels
+from lockstep.kernels import has_triton
 from lockstep.processes import follow_parent, name_process
 
 NAME = "lockstep-ready"
@@ -32,7 +38,10 @@ PR_GET_CHILD_SUBREAPER = 37
 # What launchers and terminals send. The template leaves all of them to the launcher and the ranks.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 Main = Callable[[], None]
-ANSWER_S = 20.0  # for the template to fork; a machine that swaps is slow
+ANSWER_S = 60.0  # for the template to import and fork; a machine that swaps is slow
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # asking CUDA itself would spoil it for what is forked
+# What PyTorch imports in a rank's first step, in the middle of it: when a gradient is given to `backward`.
+FIRST_STEP = ("torch.nested._internal.nested_tensor", "torch.fx.experimental.symbolic_shapes")
 
 
 def run_program() -> None:
@@ -82,10 +91,7 @@ class Template:
                 _send(self._line, {"arguments": list(arguments), "environment": dict(environment)})
                 if process := int(_receive(self._line) or 0):  # none where it could not fork, or has ended
                     return process
-        if self._line is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)  # so that it does not answer later, with a second such rank
-        self.close()
+        self.close()  # so that it does not answer later, with a second such rank
         # Not by `subprocess`, which would wait for its children itself.
         return os.posix_spawn(sys.executable, [sys.executable, "-m", "lockstep", *arguments], dict(environment))
 
@@ -94,6 +100,9 @@ class Template:
         if self._line is not None:
             self._line.close()
             self._line = None
+            # It may be amid its imports, for seconds; it has opened nothing, and what it has forked is not its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._process, 0)
             # Ranks are children by now. A program that goes on would otherwise get every orphan of whatever it starts,
@@ -131,10 +140,24 @@ def _serve(line: socket.socket, launcher: int, main: Main) -> NoReturn:
     # Held back rather than ignored: a rank that has just been forked gets what is meant for it once it can act on it.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     name_process(NAME)
+    if any(driver.exists() for driver in GPU_DRIVERS):
+        import_ahead()
     gc.freeze()  # what is there now is never collected, so that ranks go on sharing its memory
     while message := _receive(line):
         _send(line, _fork_orphan(line, main, **message))
     os._exit(0)
+
+
+def import_ahead() -> None:
+    """Import what ranks with GPUs need in their first step, once for all of them; none of it asks for a GPU."""
+    modules = list(FIRST_STEP)
+    if has_triton():
+        modules += [f"{kernels.__name__}.{found.name}" for found in pkgutil.iter_modules(kernels.__path__)]
+    for module in modules:
+        with contextlib.suppress(Exception):  # a rank that needs it will say what is wrong
+            importlib.import_module(module)
+    with contextlib.suppress(Exception):  # Triton reads all of itself to name its cache, and remembers the name
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _fork_orphan(line: socket.socket, main: Main, arguments: list[str], environment: dict[str, str]) -> int:

@@ -1,12 +1,16 @@
 """nvJPEG: what it is given, and on a GPU, that it shows the same pictures as libjpeg-turbo."""
 
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from lockstep.data.decode import decode
-from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg
+from lockstep.data.nvjpeg import Nvjpeg, has_nvjpeg, load_decode
 from lockstep.data.reader import SampleReader
 from tests.data.pictures import BAD_AMONG_ODD, Pictures, encode, odd_photos, picture
 
@@ -25,6 +29,24 @@ def test_any_usual_chroma_goes_to_nvjpeg(subsampling: int) -> None:
     image = SampleReader(Pictures([encode(picture(40, 60), subsampling=subsampling)]), 0.0).load(0)
     assert image is not None
     assert Nvjpeg.can_decode(image)
+
+
+def test_torchvisions_library_is_loaded_and_the_package_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing all of it took each rank of a run four seconds."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "image.so").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    loaded: list[str] = []
+    decode = object()
+    ops = SimpleNamespace(load_library=loaded.append, image=SimpleNamespace(decode_jpegs_cuda=decode))
+    monkeypatch.setattr("lockstep.data.nvjpeg.torch.ops", ops)
+    assert load_decode() is decode
+    assert loaded == [str(package / "image.so")]
 
 
 @pytest.mark.gpu

@@ -33,6 +33,8 @@ def main():
         raise ValueError("a defect")
     elif kind == "exit":
         sys.exit(int(sys.argv[2]))
+    elif kind == "has":
+        os.write(1, json.dumps([name in sys.modules for name in sys.argv[2:]]).encode() + b"\\n")
 
 def start(template, *arguments, rank=0, **more):
     environment = {"RANK": str(rank), LAUNCHER: str(os.getpid()), "PATH": os.environ["PATH"], **more}
@@ -147,6 +149,29 @@ def test_where_nothing_can_be_forked_there_is_no_template() -> None:
         " print(wait(start(t, '--version', PYTHONPATH=os.environ['PYTHONPATH'])), flush=True)"
     )
     assert out.splitlines()[-1] == "0"
+
+
+WITH_GPUS = "import pathlib, lockstep.engine.template as template\ntemplate.GPU_DRIVERS = (pathlib.Path('/'),)\n"
+
+
+def test_where_there_are_gpus_ranks_have_what_a_first_step_would_import() -> None:
+    modules = "'torch.fx.experimental.symbolic_shapes', 'lockstep.kernels.crop'"
+    out, _ = finish(
+        f"{WITH_GPUS}import torch\n"
+        f"with Template(main) as t: wait(start(t, 'has', {modules}))\n"
+        f"print([name in sys.modules for name in ({modules})], torch.cuda.is_initialized())"
+    )
+    assert out.splitlines() == ["[true, true]", "[False, False] False"], "in the ranks, and not in the launcher"
+
+
+def test_a_template_that_is_still_importing_holds_nobody_up() -> None:
+    out, _ = finish(
+        f"{WITH_GPUS}template.import_ahead = lambda: time.sleep(600)\n"
+        "begun = time.monotonic()\n"
+        "with Template(main): pass\n"
+        "print(time.monotonic() - begun < 20)"
+    )
+    assert out == "True\n"
 
 
 def test_orphans_are_adopted_no_longer_than_the_template_is_open() -> None:
