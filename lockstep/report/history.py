@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from lockstep.events import (
+    AnchorTaken,
     CheckpointSaved,
     EpochDone,
     Evaluated,
@@ -60,6 +61,7 @@ class Spent:
     evaluation: float
     checkpoint: float
     startup: float
+    anchors: float
     other: float
 
 
@@ -162,6 +164,7 @@ def measure_spent(part: Sequence[Event]) -> Spent:
     wall_s = measure_wall_s(list(part))
     evaluation = sum(event.seconds for event in part if isinstance(event, Evaluated))
     checkpoint = sum(event.seconds for event in part if isinstance(event, CheckpointSaved))
+    anchors = sum(event.seconds for event in part if isinstance(event, AnchorTaken))
     startup = _measure_startup(part)
     if ended:
         compute, communication, waited = (
@@ -180,11 +183,9 @@ def measure_spent(part: Sequence[Event]) -> Spent:
                 compute += steps * event.compute_s
                 communication += steps * event.comm_s
                 waited += steps * event.input_s
-    told = (compute, communication, waited, evaluation, checkpoint, startup)
-    compute, communication, waited, evaluation, checkpoint, startup = (max(0.0, number(value) or 0.0) for value in told)
-    other = (number(wall_s) or 0.0) - (compute + communication + waited)
-    other -= evaluation + checkpoint + startup
-    return Spent(compute, communication, waited, evaluation, checkpoint, startup, max(0.0, other))
+    told = (compute, communication, waited, evaluation, checkpoint, startup, anchors)
+    known = [max(0.0, number(value) or 0.0) for value in told]
+    return Spent(*known, other=max(0.0, (number(wall_s) or 0.0) - sum(known)))
 
 
 def _measure_startup(part: Sequence[Event]) -> float:

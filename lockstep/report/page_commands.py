@@ -24,11 +24,17 @@ def add_commands(app: typer.Typer) -> None:
 def report(
     run: Annotated[Path, typer.Argument(help="A run's folder, or its events.jsonl.", metavar="RUN")],
     out: Annotated[Path | None, typer.Option(help="Where to write the page; report.html in the run's folder.")] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, max=1e6, help="Dollars that a device costs by the hour; the page says the sum."),
+    ] = None,
 ) -> None:
     """Draw what a run did as one page that opens offline, whether it has ended or not."""
     from lockstep.report.page.run_page import write_report
 
-    print(f"Wrote {write_report(run.expanduser(), out.expanduser() if out else None)}")
+    if price is not None and price != price:  # NaN lies in every range
+        raise LockstepError("--price nan is not a number; give the dollars that a device costs by the hour.")
+    print(f"Wrote {write_report(run.expanduser(), out.expanduser() if out else None, price)}")
 
 
 def compare(

@@ -38,6 +38,8 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
         "epochs": step / max(1, start.steps_per_epoch),
         "wall_s": sum(map(measure_wall_s, parts)),
         "startup_s": ended.startup_s if ended else None,
+        "train_s": ended.train_s if ended else None,
+        "anchor_s": ended.anchor_s if ended else None,
         "memory_bytes": ended.memory_bytes if ended else None,
         "resumed": len(parts) - 1,
         **_samples(parts),

@@ -46,8 +46,8 @@ CONVEX = [
     "train.checkpoint_every=0st",
 ]
 HALP = ["optim.name=halp", f"optim.mu={MU}"]
-RULES = {"svrg": ["optim.name=svrg"], "halp8": [*HALP, "optim.bits=8"]}
-OTHERS = {"halp16": [*HALP, "optim.bits=16"], "normed": RULES["halp8"]}
+RULES = {"svrg": ["optim.name=svrg"], "halp8": [*HALP, "optim.bits=8"], "halp16": [*HALP, "optim.bits=16"]}
+OTHERS = {"normed": RULES["halp8"]}
 
 
 Together = dict[int, list[dict[str, Any]]]
@@ -163,7 +163,7 @@ def run_by_hand(config: RunConfig, bits: int) -> tuple[Any, Any]:
     return anchor + s * z, z
 
 
-@pytest.mark.parametrize(("case", "bits"), [("svrg", 0), ("halp8", 8)])
+@pytest.mark.parametrize(("case", "bits"), [("svrg", 0), ("halp8", 8), ("halp16", 16)])
 def test_a_run_is_the_papers_algorithm_in_fp64(
     configs: dict[str, RunConfig], alone: dict[str, Any], case: str, bits: int
 ) -> None:
@@ -268,6 +268,17 @@ def test_a_run_stopped_on_one_rank_goes_on_on_two(alone: dict[str, Any], togethe
         assert [anchor.step for anchor in together[2][0]["moved"]["anchors"]] == [6, 9]
 
 
+@pytest.mark.parametrize("case", RULES)
+def test_alone_every_rule_goes_on_with_the_same_bits(
+    configs: dict[str, RunConfig], alone: dict[str, Any], tmp_path: Path, case: str
+) -> None:
+    stopped = train(world_of_one(), {case: configs[case]}, tmp_path, 4)[case]
+    found = train(world_of_one(), {case: configs[case]}, tmp_path)[case]
+    assert (stopped["status"], found["status"]) == ("interrupted", "finished")
+    for name in ("weights", "anchor", "full_gradient", "offset"):
+        assert torch.equal(alone[case][name], found[name]), name
+
+
 def test_offsets_of_other_bits_are_refused(configs: dict[str, RunConfig], tmp_path: Path) -> None:
     train(world_of_one(), {"run": configs["halp8"]}, tmp_path, 4)
     with pytest.raises(LockstepError, match=r"the offset as int8 and this run as int16; resume with the optim\.bits"):
@@ -293,7 +304,7 @@ def test_only_passes_at_the_iterate_move_running_statistics(configs: dict[str, R
 def test_gradients_in_several_passes_are_those_of_one(images: Path) -> None:
     found = []
     for passes in (0, 3):
-        config = configure(images, *OTHERS["halp16"], f"train.accumulate={passes}")
+        config = configure(images, *RULES["halp16"], f"train.accumulate={passes}")
         parts = build(config, world_of_one(), "")
         assert isinstance(parts.rule, Halp)
         full = torch.linspace(-1, 1, parts.layout.numel, dtype=torch.float64)

@@ -63,6 +63,27 @@ def test_rounding_is_unbiased_and_never_leaves_the_range(seed: int, step: int, b
     assert abs(whole.mean().item() - expected) <= 6 * math.sqrt(fraction * (1 - fraction) / COUNT) + 1e-6 + 2**-23
 
 
+@settings(max_examples=50)
+@given(st.integers(0, 2**30), st.sampled_from(list(FORMATS)), st.data())
+def test_a_move_from_anywhere_on_the_grid_is_unbiased_and_stays_on_it(
+    step: int, bits: int, data: st.DataObject
+) -> None:
+    """As an offset moves: whole already, and by a number of any size, near the ends of the range too."""
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    start = data.draw(st.one_of(st.integers(least, most), st.sampled_from([least, least + 1, -1, 0, most - 1, most])))
+    move = torch.tensor(data.draw(st.floats(-1.5, 1.5) | st.floats(2.0 * least, 2.0 * most)), dtype=torch.float32)
+    stored = torch.full((COUNT,), start, dtype=FORMATS[bits])
+    found = round_sum(stored, move.expand(COUNT), draw(11, step), bits)
+    assert found.dtype == FORMATS[bits]
+    target = start + move.item()
+    low, high = (min(max(bound, least), most) for bound in (math.floor(target), math.ceil(target)))
+    assert set(found.tolist()) <= {low, high}
+    if least <= target <= most:
+        fraction = target - math.floor(target)
+        spread = 6 * math.sqrt(fraction * (1 - fraction) / COUNT) + 1e-6 + 2**-23
+        assert abs(found.double().mean().item() - target) <= spread
+
+
 @every_width
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=50))
 def test_any_number_ends_within_the_range(bits: int, numbers: list[float]) -> None:

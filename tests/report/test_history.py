@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.events import Evaluated, StepDone
+from lockstep.events import AnchorTaken, Evaluated, StepDone
 from lockstep.report.history import History, measure_spent, number, thin
 from tests.report.made_run import make_run
 from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
@@ -40,6 +40,13 @@ def test_the_seconds_of_a_part_add_up_to_its_wall_time() -> None:
     parts = (spent.compute, spent.communication, spent.input, spent.evaluation, spent.checkpoint, spent.startup)
     assert parts == (16.0, 3.0, 1.0, 2.0, 3.0, 1.0)
     assert math.isclose(sum(parts) + spent.other, 30.0)
+
+
+def test_passes_for_full_gradients_are_no_mystery() -> None:
+    taken = AnchorTaken(step=0, samples=9, seconds=4.0, loss=1.0, gradient_norm=1.0, scale=None, ledger="", time_s=1004)
+    spent = measure_spent([started(1000), taken, stepped(10, 1010), ended(10, 1012, 30.0, anchor_s=4.0)])
+    assert spent.anchors == 4.0
+    assert math.isclose(sum(vars(spent).values()), 30.0)
 
 
 def test_a_killed_part_says_where_its_time_went_by_its_steps() -> None:

@@ -91,6 +91,17 @@ def test_what_was_not_told_is_not_there() -> None:
     assert [chart["name"] for chart in read_data(page)["charts"]] == ["loss", "accuracy", "lr", "throughput", "spent"]
 
 
+def test_hours_cost_what_a_reader_says_they_do() -> None:
+    records = [started(), stepped(10, 1005), ended(10, 1006, 5400.0)]  # of two ranks
+    assert "energy" not in list_sections(build_report(records))
+    page = read_text(build_report(records, price=2.5))
+    assert "$ 7.50 at $ 2.5 a device hour" in page
+    assert "kWh" not in page
+    drew = [*records[:2], ended(10, 1006, 5400.0, energy_j=7.2e6)]
+    assert "2 kWh" in read_text(build_report(drew, price=0.0))
+    assert "$" not in read_text(build_report(drew))
+
+
 def test_every_chart_has_a_sentence_that_says_the_same() -> None:
     page = build_report(make_run(steps=300))
     for chart in read_data(page)["charts"]:

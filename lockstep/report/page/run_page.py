@@ -24,9 +24,9 @@ MOST_CLASSES = 100  # whose names are listed
 LIVE = '<span class="live"></span>'
 
 
-def write_report(source: Path, target: Path | None = None) -> Path:
-    """The page of a run's folder or log, written whole beside it or where it is wanted."""
-    page = build_report(read_events(source))
+def write_report(source: Path, target: Path | None = None, price: float | None = None) -> Path:
+    """The page of a run's folder or log, written whole beside it or where it is wanted; `price` of a device hour."""
+    page = build_report(read_events(source), price)
     target = target or (source if source.is_dir() else source.parent) / REPORT_NAME
     try:
         write_whole(target, page)
@@ -35,7 +35,7 @@ def write_report(source: Path, target: Path | None = None) -> Path:
     return target
 
 
-def build_report(events: Iterable[Event]) -> str:
+def build_report(events: Iterable[Event], price: float | None = None) -> str:
     """The page of a run from its records, ended or not."""
     history = History(events)
     curves = draw_curves(history)
@@ -48,7 +48,7 @@ def build_report(events: Iterable[Event]) -> str:
         tell_layers(history),
         tell_mistakes(history),
         tell_ledger(history),
-        tell_energy(history),
+        tell_energy(history, price),
         tell_warnings(history),
         tell_settings(history),
         tell_environment(history),
@@ -154,28 +154,31 @@ def _build_equation(summary: dict[str, Any]) -> str:
     return f'<div class="equation" role="group" aria-label="T = S · N · e">{"".join(pieces)}</div>'
 
 
-def tell_energy(history: History) -> Section | None:
-    """What the devices drew, where they tell; device hours are what a provider charges for."""
+def tell_energy(history: History, price: float | None = None) -> Section | None:
+    """What the devices drew, where they tell, and what their hours cost, where a reader names the price."""
     ends = history.all(RunEnded)
     drawn = [(ended, energy) for ended in ends if (energy := number(ended.energy_j)) is not None]
-    if not drawn:
+    told = [ended for ended, _ in drawn] or (ends if price is not None else [])
+    if not told:
         return None
-    joules, images = sum(energy for _, energy in drawn), sum(ended.images for ended, _ in drawn)
-    seconds = sum(ended.wall_s for ended, _ in drawn)
-    hours = sum(ended.wall_s * ended.world_size for ended, _ in drawn) / 3600
-    rows = [
-        ("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh ({count(joules / 1e3)} kJ)"),
-        *([("mean power", f"{count(joules / seconds)} W")] if seconds > 0 else []),
-        *([("an image", f"{joules / images:,.3g} J")] if images > 0 else []),
-        ("device hours", f"{hours:,.3g}"),
-    ]
-    missing = len(history.parts) - len(drawn)
+    joules, images = sum(energy for _, energy in drawn), sum(ended.images for ended in told)
+    seconds = sum(ended.wall_s for ended in told)
+    hours = sum(ended.wall_s * ended.world_size for ended in told) / 3600
+    rows = []
+    if drawn:
+        rows += [("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh ({count(joules / 1e3)} kJ)")]
+        rows += [("mean power", f"{count(joules / seconds)} W")] if seconds > 0 else []
+        rows += [("an image", f"{joules / images:,.3g} J")] if images > 0 else []
+    rows += [("device hours", f"{hours:,.3g}")]
+    if price is not None:
+        rows += [("cost", f"$ {hours * price:,.2f} at $ {price:,.6g} a device hour")]
+    missing = len(history.parts) - len(told)
     lead = (
         f"{plural(missing, 'part')} of this run did not tell, and {'is' if missing == 1 else 'are'} left out."
         if missing
         else ""
     )
-    return Section("energy", "Energy", lead=lead, body=build_list(rows))
+    return Section("energy", "Energy" if price is None else "Energy and cost", lead=lead, body=build_list(rows))
 
 
 def tell_warnings(history: History) -> Section | None:

@@ -17,6 +17,7 @@ KINDS = {
     "evaluation": ("evaluation", "--purple"),
     "checkpoint": ("checkpoints", "--red"),
     "startup": ("start-up", "--gray"),
+    "anchors": ("full gradients", "--sky"),
     "other": ("other", "--faint"),
 }
 SPAN_COLORS = {
