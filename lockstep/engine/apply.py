@@ -75,7 +75,7 @@ def build_launched(parts: Parts, num_samples: int) -> Step:
 
 
 def _compile_for_training(module: nn.Module) -> None:
-    """Compile a module for each shape it trains on; validation, whose shapes are others, runs it as it is."""
+    """Compile a module for each shape of usual steps; validation and odd steps, with other shapes, run it as it is."""
     from torch._dynamo import config
 
     # Blocks of one class share their code, and beyond a few kinds and shapes of them the compiler gives up.

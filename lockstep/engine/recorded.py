@@ -12,12 +12,13 @@ host starts each buffer's sum on the channel's stream, behind its event, while t
     channel's stream                              | sum 0 |   | sum 1 |   | sum 2 |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
@@ -149,9 +150,23 @@ class RecordedStep:
 
 
 def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
-    """A step on a batch of a size met once an epoch: to search for its quickest kernels would take longer than it."""
+    """A step on a batch of a size met once an epoch: to compile it or search for kernels would take longer than it."""
     searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
-        return train_step(parts, batch, lr, stop, asked)
+        with _uncompiled(parts.model):
+            return train_step(parts, batch, lr, stop, asked)
     finally:
         torch.backends.cudnn.benchmark = searches
+
+
+@contextmanager
+def _uncompiled(model: nn.Module) -> Iterator[None]:
+    """While inside, modules that were compiled run as they are written; what was compiled stays for later."""
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call

@@ -3,6 +3,7 @@
 A recipe that names code runs it, as a program would be run. Whatever goes wrong in there is one sentence.
 """
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable, Mapping
@@ -88,8 +89,18 @@ def _call(
         shown = ", ".join(f"{key} = {value!r}" for key, value in (*given.items(), *settings.items()))
         raise LockstepError(
             f"model.name = {name} failed when called with {shown[:LONGEST]} ({phrase_error(error)}); correct "
-            "model.name or model.settings."
+            f"model.name or model.settings.{_name_nearest(name)}"
         ) from error
+
+
+def _name_nearest(name: str) -> str:
+    """Which network of a library may have been meant; nothing where it has this very one, or none like it."""
+    library, _, own = name.partition(":")
+    source: Any = {"timm": sys.modules.get("timm"), "torchvision": sys.modules.get("torchvision.models")}.get(library)
+    names = list(source.list_models()) if hasattr(source, "list_models") else []
+    arch = own.partition(".")[0]  # timm's names of weights follow a dot
+    near = [] if arch in names else difflib.get_close_matches(arch, names, 1)
+    return f" The nearest is {library}:{near[0]}." if near else ""
 
 
 def _kind(value: object) -> str:

@@ -35,6 +35,7 @@ from lockstep.bench.chaos.judge import Reference, judge
 from lockstep.bench.chaos.reads import SlowFile, can_block
 from lockstep.bench.chaos.report import Report, Row, UsefulTime, Verdict, describe, read_report, show
 from lockstep.bench.chaos.runs import SETTINGS, Place, Run
+from lockstep.bench.chaos.strike import Striker
 from lockstep.bench.chaos.surroundings import Surroundings
 from lockstep.bench.chaos.torment import torment, wait_for_moment
 from lockstep.bench.chaos.useful import count_steps, measure_lost
@@ -193,6 +194,30 @@ def test_a_rank_is_found_by_its_environment(place: Place) -> None:
         part.kill(run.marker)
         assert run.finish(part, 30) is not None
         assert wait_until_gone(run.marker) == []
+        run.remove()
+
+
+def test_an_interrupt_in_start_up_waits_until_lockstep_can_answer_it(tmp_path: Path) -> None:
+    """Python's own start is made so long here that whatever does not wait would strike amid it."""
+    (tmp_path / "beside").mkdir()
+    place = Place(Disk(tmp_path), tmp_path / "beside")
+    start = place.site / "sitecustomize.py"
+    start.write_text("import time; time.sleep(1)\n" + start.read_text())
+    with Run(5, place, 2, "resume") as run:
+        for kind in ("SIGINT", "SIGINT twice"):  # the second part must not find the word of the first
+            fault = Fault(kind, LAUNCHER, "start-up", 0.0)
+            part = run.start()
+            assert not run.has_taken_over()
+            assert wait_for_moment(run, part, fault)
+            assert run.has_taken_over()
+            assert Striker(run).strike(fault, part)
+            assert run.finish(part, 30) == 130
+        assert not any(word in run.output for word in ("Traceback", "Fatal")), run.output
+
+        part = run.start()
+        assert wait_for_moment(run, part, Fault("SIGKILL", LAUNCHER, "start-up", 0.0))
+        assert not run.has_taken_over(), "other faults strike at once"
+        part.kill(run.marker)
         run.remove()
 
 

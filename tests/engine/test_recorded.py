@@ -300,14 +300,13 @@ def test_compiled_whole_by_stage_or_by_block_it_is_the_same_step(
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the tracer's own
-def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    graphs: list[list[Any]] = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The inputs of every graph that is compiled from here on, by a compiler that only counts."""
+    found: list[list[Any]] = []
 
     def count_graphs(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        graphs.append(inputs)
+        found.append(inputs)
         return graph.forward
 
     def compile_and_count(module: nn.Module, **options: Any) -> None:
@@ -315,19 +314,49 @@ def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_n
 
     torch.compiler.reset()
     monkeypatch.setattr(nn.Module, "compile", compile_and_count)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+def test_every_shape_of_a_block_is_compiled_for_itself_and_validation_compiles_nothing(graphs: list[list[Any]]) -> None:
     config = small_config("fp32")
     with join_world(None) as world:
         parts = build(config, world)
         step = apply_plan(Execution(compile="block"), parts.reducer.plan, parts, 16, 16)
         batch = fake_batch(config, world)
         step(batch, 0.1, False)
-        step(replace(batch, images=batch.images[:12], labels=batch.labels[:12]), 0.1, False)
+        step(replace(batch, images=batch.images[:, :, :32, :32]), 0.1, False)
         # Of eight blocks the first two are alike; the others change the number of channels or not.
         assert len(graphs) == 2 * 7
         assert not any(isinstance(value, torch.SymInt) for inputs in graphs for value in inputs)
         parts.model.eval()
         parts.model(batch.images[:5])
         assert len(graphs) == 2 * 7
+
+
+@pytest.mark.filterwarnings("ignore")  # of the tracer's own
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("way", ["whole", "stage", "block"])
+def test_an_odd_step_is_the_same_step_and_compiles_nothing(way: Any, recorded: bool, graphs: list[list[Any]]) -> None:
+    """The steps before a recording are launched one by one: a CPU can take them."""
+    config = small_config("fp32")
+    weights, nums_graphs = [], []
+    with join_world(None) as world:
+        first, odd, last = draw_batches(config, world, 3)
+        odd = replace(odd, images=odd.images[:5], labels=odd.labels[:5], global_size=5)
+        for execution in (Execution(), Execution(compile=way, recorded=recorded)):
+            parts = build(config, world)
+            step = apply_plan(execution, parts.reducer.plan, parts, 16, 16)
+            calls = [module._compiled_call_impl for module in parts.model.modules()]
+            for batch in (first, odd, last):
+                step(batch, 0.01, False)
+                nums_graphs.append(len(graphs))
+            assert [module._compiled_call_impl for module in parts.model.modules()] == calls
+            weights.append(parts.weights)
+    assert nums_graphs[:3] == [0, 0, 0]
+    assert nums_graphs[3] > 0
+    assert nums_graphs[3:] == nums_graphs[3:4] * 3
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_launched_step_of_an_odd_size_searches_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

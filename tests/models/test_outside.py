@@ -133,6 +133,15 @@ def test_timms_networks_go_by_name(code: Path, monkeypatch: pytest.MonkeyPatch) 
         build("timm:other")
 
 
+def test_a_name_that_is_nearly_one_of_timms_is_answered_with_it(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "def list_models(): return ['convnext_tiny', 'vit_small']"
+    write_library(code, "timm", {"__init__.py": f"{listed}\ndef create_model(name, **given): raise KeyError(name)"})
+    monkeypatch.syspath_prepend(str(code))
+    for name, end in (("convnext_tinyy", r" The nearest is timm:convnext_tiny\.$"), ("vit_small.x", r"settings\.$")):
+        with pytest.raises(LockstepError, match=end):
+            build(f"timm:{name}")
+
+
 def test_torchvisions_networks_go_by_name(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = "from mynets.small import Net\ndef get_model(name, weights='DEFAULT', num_classes=1000, **more):\n"
     models += "    assert weights is None and name == 'tiny'\n    return Net(num_classes, **more)\n"

@@ -151,6 +151,7 @@ class Run:
             "TMPDIR": str(self.temporary),
             "PYTHONPATH": os.pathsep.join([str(self.place.site), str(Path(__file__).parents[3]), *self._paths]),
         }
+        (self.hold / hook.TAKEN_OVER).unlink(missing_ok=True)
         begun, num_events = time.monotonic(), len(self.events())
         return Part(self._start(["train", *target], variables), begun, num_events)
 
@@ -196,6 +197,10 @@ class Run:
     def has_said(self, kind: str, since: int) -> bool:
         """Whether a record of a kind is among those from number `since` on."""
         return any(event.kind == kind for event in self.events()[since:])
+
+    def has_taken_over(self) -> bool:
+        """Whether the part that was started last has come from Python's own start to Lockstep's code."""
+        return (self.hold / hook.TAKEN_OVER).exists()
 
     @property
     def output(self) -> str:
