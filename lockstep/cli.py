@@ -180,7 +180,7 @@ def tune(
             if num_ranks == 1 and not has_gpu():
                 raise LockstepError("One rank without a GPU has nothing to choose; ask for more with --ranks.")
             check_shares(wanted, num_ranks)
-            open_sources(wanted.data, progress("Rendering images", console))
+            open_sources(wanted.data, progress("Preparing images", console))
             if num_ranks > 1:
                 arguments = ["tune", target, *(f"--set={setting}" for setting in settings or [])]
                 raise typer.Exit(launch_ranks(template, (num_ranks, num_ranks), arguments))

@@ -3,8 +3,16 @@
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+
+
+def test_what_draws_a_runs_page_comes_with_the_package() -> None:
+    """The README's --html asks for no extra."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert any(wanted.startswith("plotly") for wanted in project["dependencies"])
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "32"), ("1", "1")])

@@ -102,7 +102,7 @@ def test_what_others_call_it_leads_to_a_setting_that_works(name: str) -> None:
         assert ours.split()[0].removeprefix("--") in inspect.signature(cli.train).parameters
     else:
         key, _, value = ours.partition(" = ")
-        section, _, setting = key.partition(".")
+        section, setting = key.split(".")[:2]
         raw = apply_overrides(tomllib.loads(recipe_text("resnet50-256")), [f"{key}={value}"])
         assert setting in raw[section]
         invalid = _all_refused(section, {setting: raw[section][setting]})
@@ -123,6 +123,49 @@ def test_other_trainers_names_in_any_spelling_and_section() -> None:
     for name in ("learning_rate", "learning-rate"):
         assert describe_unknown(name).endswith("; here it is optim.lr = 0.1")
     assert describe_unknown("optim.momentun").endswith("; the nearest is optim.momentum")
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("epochs=3", "--set train.duration=3ep"),
+        ("train.max_steps=70", "--set train.duration=70st"),
+        ("batch_size=32", "--set train.global_batch=32"),
+        ("learning_rate=0.02", "--set optim.lr=0.02"),
+        ("warmup_epochs=2", "--set optim.warmup=2ep"),
+        ("model.drop_path=0.2", "--set model.settings.drop_path_rate=0.2"),
+        # Where it may mean something else, or is no value, there is an example.
+        ("per_device_train_batch_size=32", "--set train.global_batch=256"),
+        ("batch_size=0.5", "--set train.global_batch=256"),
+        ("epochs=-1", "--set train.duration=90ep"),
+        ("epochs=many", "--set train.duration=90ep"),
+        ("epochs=true", "--set train.duration=90ep"),
+        ("learning_rate=inf", "--set optim.lr=0.1"),
+        ("wandb=true", "--log wandb"),
+    ],
+)
+def test_a_value_under_another_trainers_name_is_carried_over_where_it_is_plain(given: str, ours: str) -> None:
+    with pytest.raises(LockstepError) as caught:
+        load_recipe("quickstart", [given])
+    assert str(caught.value) == f"There is no key {given.partition('=')[0]}; here it is {ours} (--set {given})."
+
+
+def test_what_a_file_gives_under_another_trainers_name_is_shown_as_a_file_has_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(f"epochs = 3\n{recipe_text('quickstart')}")
+    with pytest.raises(LockstepError, match=r'There is no key epochs; here it is train\.duration = "3ep" \(recipe '):
+        load_recipe(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize("key", ["num_classes", "model.num_classes", "nb-classes"])
+def test_the_number_of_classes_is_nobodys_to_give(key: str) -> None:
+    assert describe_unknown(key) == f"There is no key {key}; the number of classes follows from the data"
+    assert describe_option("--num-classes") == (
+        "There is no option --num-classes; the number of classes follows from the data."
+    )
+
+
+def test_a_networks_own_setting_is_found_by_what_others_call_it() -> None:
+    assert [setting.key for setting in find_settings("drop_path")] == ["model.settings"]
 
 
 @pytest.mark.parametrize(

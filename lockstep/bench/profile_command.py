@@ -88,7 +88,7 @@ def open_images(data: DataConfig, console: Console) -> tuple["Source", str]:
     from lockstep.report.display import progress
 
     if data.source == "generated" or Path(data.path).expanduser().is_dir():
-        return open_sources(data, progress("Rendering images", console)).train, ""
+        return open_sources(data, progress("Preparing images", console)).train, ""
     folder = build_photos(default_cache(), NUM_PHOTOS, progress("Rendering photos", console))
     console.print(f"data.path = {data.path} is not here: generated photos take its place", markup=False)
     return Repeated(scan_folder(folder.parent, (folder.name,)), PHOTO_SAMPLES), "input from generated photos"

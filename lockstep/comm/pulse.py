@@ -145,11 +145,19 @@ class Pulse:
         dead = dead or [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
         if dead:
             rank = min(dead, key=lambda rank: (after[rank].step, after[rank].buffer))
-            return lose(rank, after[rank])
+            # Its last beat may be from many steps ago: no sum is complete here that it has not sent its part of.
+            step, buffer = max((after[rank].step, after[rank].buffer), self._completed)
+            return lose(rank, after[rank]._replace(step=step, buffer=buffer))
         rank = min(after, key=lambda rank: (after[rank].step, after[rank].buffer))
         if (after[rank].step, after[rank].buffer) < self._progress:
             return lose(rank, after[rank], is_dead=False)
         return None
+
+    @property
+    def _completed(self) -> tuple[int, int]:
+        """The place up to which all sums are complete: a step's first buffer is sent after those of the step before."""
+        step, buffer = self._progress
+        return (step, 0) if buffer else (step - 1, 0)  # with none sent, the last of the step before may be on its way
 
     def lose_keeper(self) -> Lost | None:
         """The rank that keeps the store; None where it is no rank."""

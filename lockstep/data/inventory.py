@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from lockstep.data.index import Index
 from lockstep.data.pack import measure_sizes
+from lockstep.data.parquet import holds_parquet, open_parquet
 from lockstep.data.plain_files import READ_TIMEOUT_S
 from lockstep.data.shards import SPLITS, is_packed, read_indexes
 from lockstep.data.sources import open_folder
-from lockstep.data.split_files import split_files
-from lockstep.data.webdataset import find_tars, read_or_build
+from lockstep.data.webdataset import find_tars, read_or_build, refuse_compressed, split_tars
 from lockstep.data.workers import Progress
 
 
@@ -29,10 +29,20 @@ def take_inventory(
 ) -> tuple[list[SplitInventory], str]:
     """Each split in numbers, and a sentence on how they lie on disk."""
     if not is_packed(root, limit_s) and (tars := find_tars(root, limit_s)):
-        files = split_files(root, tars, 0.0)[:2]
-        indexes = read_or_build(root, list(files), progress("Looking through tar files"), 0, limit_s)
-        return _count(indexes), "WebDataset's tar files without checksums; `lockstep data index` adds them."
+        train, val, notes = split_tars(root, tars, limit_s)
+        indexes = read_or_build(root, [train, val], progress("Looking through tar files"), 0, limit_s)
+        sentences = ["WebDataset's tar files without checksums; `lockstep data index` adds them.", *notes]
+        return _count(indexes), " ".join(sentences)
+    if not is_packed(root, limit_s) and holds_parquet(root, limit_s):
+        parts = open_parquet(root, limit_s)
+        splits = [
+            SplitInventory(name, part.num_samples, len(part.classes), 0, int(part.sizes.sum()))
+            for name, part in zip(SPLITS, parts, strict=True)
+        ]
+        what = "A set in Parquet, its bytes about so many; a run packs it on first use, `lockstep data pack` to a place"
+        return splits, " ".join([f"{what} of your own.", *(note for part in parts for note in part.notes)])
     if not is_packed(root, limit_s):
+        refuse_compressed(root, limit_s)
         folders = open_folder(root, limit_s)
         splits = [
             SplitInventory(
@@ -44,8 +54,8 @@ def take_inventory(
             )
             for name, folder in zip(SPLITS, folders, strict=True)
         ]
-        notes = " ".join(note for folder in folders for note in folder.notes)
-        return splits, f"A folder of images; `lockstep data pack` makes shards of it. {notes}".strip()
+        sentences = ["A folder of images; `lockstep data pack` makes shards of it."]
+        return splits, " ".join([*sentences, *(note for folder in folders for note in folder.notes)])
     indexes = read_indexes(root, limit_s)
     splits = _count(indexes)
     settings = indexes[0].settings

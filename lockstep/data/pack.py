@@ -29,10 +29,12 @@ from lockstep.data.shard_writer import Packable, ShardJob, cannot_write, write_s
 from lockstep.data.shards import SPLITS, WORK_FOLDER, index_path, is_packed, open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.data.threads import DaemonPool, Steps, disk_hangs, look
+from lockstep.data.webdataset import find_tars, refuse_compressed
 from lockstep.data.workers import Progress, run_jobs
 from lockstep.errors import LockstepError
 
 NAMED = 20  # bad files that a sentence names
+NOTE = "settings.json"  # in the work folder: what an unfinished pack was begun with
 STAT_FILES = 4096  # files looked at by one thread at a time
 STAT_THREADS = 16  # they only wait, for a disk that may be far away
 
@@ -97,13 +99,21 @@ def pack_folder(
 
 def open_packable(source: Path, read_timeout_s: float, val_share: float) -> tuple[Packable, Packable]:
     """What there is to pack."""
+    if tars := find_tars(source, read_timeout_s):
+        raise LockstepError(
+            f"{source} holds tar files already, such as {tars[0].name}, and runs read them as they are: set data.path "
+            f"to it; `lockstep data index {source}` adds checksums."
+        )
     if holds_parquet(source, read_timeout_s):
         return open_parquet(source, read_timeout_s, val_share)
+    refuse_compressed(source, read_timeout_s)
     return open_folder(source, read_timeout_s, val_share)
 
 
-def pack_parquet(source: Path, cache: Path, read_timeout_s: float, val_share: float, progress: Progress | None) -> Path:
-    """The pack of a set in Parquet, made in the cache on first use."""
+def pack_parquet(
+    source: Path, cache: Path, read_timeout_s: float, val_share: float, progress: Progress | None
+) -> tuple[Path, tuple[str, ...]]:
+    """The pack of a set in Parquet, made in the cache on first use, and what should be said of the set every time."""
     folders = open_parquet(source, read_timeout_s, val_share)
     target = cache / f"parquet-{_fingerprint(folders, [folder.sizes for folder in folders])}"
     show = progress or (lambda done, total: None)
@@ -113,7 +123,7 @@ def pack_parquet(source: Path, cache: Path, read_timeout_s: float, val_share: fl
             source, target, val_share=val_share, skip_bad=True, workers=0, read_timeout_s=read_timeout_s,
             progress=lambda title: show,
         )  # fmt: skip
-    return target
+    return target, tuple(note for folder in folders for note in folder.notes)
 
 
 def plan_jobs(
@@ -195,6 +205,8 @@ def _write_shards(jobs: Sequence[ShardJob], workers: int, progress: Progress) ->
     results = run_jobs(write_shard, todo, workers=workers, done=done, total=total, progress=progress)
     bad = [name for names in results for name in names]
     if bad and not jobs[0].skip_bad:
+        # What comes next may be repaired files, or --decode: shards that still fit are taken over, the others go.
+        (jobs[0].target / WORK_FOLDER / NOTE).unlink(missing_ok=True)
         more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
         raise LockstepError(
             f"{len(bad)} files cannot be packed: {', '.join(bad[:NAMED])}{more}; "
@@ -272,6 +284,18 @@ def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
         )
 
 
+def _remove_other(target: Path, settings: Settings) -> None:
+    """Remove the shards that a pack with other settings or images wrote before bad files ended it."""
+    for part in (target / WORK_FOLDER).glob("*.tar.index"):
+        try:
+            is_ours = read_index(part).settings == settings
+        except LockstepError:
+            is_ours = False
+        if not is_ours:
+            (target / part.name.removesuffix(".index")).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
+
+
 def _read_note(path: Path) -> Settings:
     """What an unfinished pack was begun with."""
     try:
@@ -294,8 +318,10 @@ def _claim(target: Path, settings: Settings) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LockstepError(f"Another process is packing into {target}; wait for it, or stop it first.") from None
-        note = work / "settings.json"
-        if note.exists():
+        note = work / NOTE
+        if not note.exists():
+            _remove_other(target, settings)
+        elif any(target.glob("*.tar")):  # with no shard finished there is nothing to lose
             _refuse_other(target, _read_note(note), settings)
         for leftover in work.glob("*.partial"):
             leftover.unlink(missing_ok=True)

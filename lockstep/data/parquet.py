@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S
-from lockstep.data.sources import hash_name
+from lockstep.data.sources import describe_share, hash_name
 from lockstep.data.split_files import find_large, list_files, split_files
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
@@ -154,7 +154,10 @@ def _open_parquet(root: Path, val_share: float, steps: Steps) -> tuple[ParquetIm
     splits[0].notes = notes
     if val_share:
         is_held_out = choose_held_out(splits[0].hash_names(), val_share)
-        return splits[0].select(np.flatnonzero(~is_held_out)), splits[0].select(np.flatnonzero(is_held_out))
+        train, val = (splits[0].select(np.flatnonzero(mask)) for mask in (~is_held_out, is_held_out))
+        train.notes += (describe_share(val_share, train, val),)
+        val.notes = ()  # the first says them
+        return train, val
     return splits[0], splits[1]
 
 

@@ -22,7 +22,7 @@ from lockstep.data.index import Index, read_index
 from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S, check_length, measure_plain, open_plain
 from lockstep.data.record import BLOCK, parse_name
-from lockstep.data.sources import hash_arrays, hash_labels
+from lockstep.data.sources import describe_share, hash_arrays, hash_labels
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
@@ -154,7 +154,7 @@ def describe_skipped(root: Path, index: Index) -> tuple[str, ...]:
     if not index.skipped:
         return ()
     named = ", ".join(index.skipped[:NAMED]) + (", …" if len(index.skipped) > NAMED else "")
-    return (f"{len(index.skipped):,} samples in {root} are left out since its index was made: {named}.",)
+    return (f"{len(index.skipped):,} samples of {root} cannot be used, and are left out of its index: {named}.",)
 
 
 def has_checksums(index: Index) -> bool:
@@ -184,9 +184,10 @@ def join_splits(
         return Shards(root, train, None, checks_bytes), Shards(root, val, None, checks_bytes)
     order = train.order
     is_held_out = choose_held_out(train.names[order], val_share)
-    parts = [Shards(root, train, order[mask], checks_bytes) for mask in (~is_held_out, is_held_out)]
-    parts[1].notes = ()  # the first has said them
-    return parts[0], parts[1]
+    kept, held_out = (Shards(root, train, order[mask], checks_bytes) for mask in (~is_held_out, is_held_out))
+    kept.notes += (describe_share(val_share, kept, held_out, "the pack's own validation split"),)
+    held_out.notes = ()  # the first says them
+    return kept, held_out
 
 
 def read_indexes(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Index]:

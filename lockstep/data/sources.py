@@ -238,8 +238,7 @@ def _list_classes(root: Path, steps: Steps) -> tuple[str, ...]:
     steps.ask(root)
     if not root.is_dir():
         raise LockstepError(f"There is no folder {root}; data.path must name a folder that holds train/ and val/.")
-    with os.scandir(root) as entries:
-        classes = sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
+    classes = _list_folders(root, steps)
     if not classes:
         raise LockstepError(
             f"{root} holds no class folders; expected one folder of images for each class, or {METADATA[0]} with "
@@ -287,12 +286,16 @@ def _open_folder(root: Path, val_share: float, steps: Steps) -> tuple[ImageFolde
         if val_share:
             # A folder of nothing but classes will do where a part of it becomes the validation split.
             is_bare = not vals and not (root / TRAIN).is_dir()
+            if is_bare and (hint := _find_train(root, steps)):
+                raise LockstepError(hint)  # its splits would be taken for classes
             return split_folder(_scan_split(root if is_bare else root / TRAIN, steps), val_share, vals)
         if not vals and (root / TRAIN).is_dir():
             raise LockstepError(
                 f"There is no folder {root / VAL_NAMES[0]}; data.path must name a folder that holds train/ and val/, "
                 "or set data.val_share = 0.1 to keep a tenth of train/ for validation."
             )
+        if not (root / TRAIN).is_dir() and (hint := _find_train(root, steps) or _find_classes(root, vals, steps)):
+            raise LockstepError(hint)
         train = _scan_split(root / TRAIN, steps)
         val_root = root / (vals or VAL_NAMES)[0]
         val = _scan_split(val_root, steps, train)
@@ -303,6 +306,44 @@ def _open_folder(root: Path, val_share: float, steps: Steps) -> tuple[ImageFolde
         raise LockstepError(
             f"The data path {error.filename or root} cannot be read ({error.strerror}); check its permissions and disk."
         ) from error
+
+
+def _list_folders(root: Path, steps: Steps) -> list[str]:
+    steps.ask(root)
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry))
+
+
+def _find_train(root: Path, steps: Steps) -> str:
+    """The sentence on a training split that is called otherwise or lies one folder down; empty where none is seen."""
+    folders = _list_folders(root, steps)
+    if spelt := [name for name in folders if name.lower() in (TRAIN, "training")]:
+        return (
+            f"There is no folder {root / TRAIN}, but {spelt[0]}/ is there; call it {TRAIN}/, and the validation split "
+            f"{VAL_NAMES[0]}/."
+        )
+    if below := [name for name in folders if (root / name / TRAIN).is_dir()]:
+        return f"There is no folder {root / TRAIN}, but {root / below[0] / TRAIN}; set data.path to {root / below[0]}."
+    return ""
+
+
+def _find_classes(root: Path, vals: list[str], steps: Steps) -> str:
+    """The sentence on a folder that seems to hold nothing but classes; empty for any other."""
+    folders = [] if vals else _list_folders(root, steps)
+    if not any(_holds_image(root / name, steps) for name in folders[:NAMED]):
+        return ""
+    names = ", ".join(folders[:NAMED]) + (", …" if len(folders) > NAMED else "")
+    return (
+        f"{root} has no {TRAIN}/ and no {VAL_NAMES[0]}/ but {len(folders):,} folders that look like classes ({names}); "
+        "set data.val_share = 0.1 to keep a tenth of their images for validation, or --val-share 0.1 for "
+        "`lockstep data pack`."
+    )
+
+
+def _holds_image(folder: Path, steps: Steps) -> bool:
+    steps.ask(folder)
+    with os.scandir(folder) as entries:
+        return any(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in entries)
 
 
 def _scan_split(root: Path, steps: Steps, other: ImageFolder | None = None) -> ImageFolder:
@@ -330,10 +371,15 @@ def split_folder(folder: ImageFolder, val_share: float, unused: list[str]) -> tu
     """Two parts of one folder, the second with about this share of the samples."""
     is_held_out = choose_held_out(folder.hash_names(), val_share)
     train, val = folder.select(np.flatnonzero(~is_held_out)), folder.select(np.flatnonzero(is_held_out))
-    ignored = f"; {unused[0]}/ is not used" if unused else ""
-    train.notes += (
-        f"data.val_share = {val_share:g} keeps {val.num_samples:,} of {folder.num_samples:,} samples for validation, "
-        f"by a hash of their names{ignored}.",
-    )
+    train.notes += (describe_share(val_share, train, val, f"{unused[0]}/" if unused else ""),)
     val.notes = ()
     return train, val
+
+
+def describe_share(val_share: float, train: Source, val: Source, unused: str = "") -> str:
+    """The sentence on a part that was split off, and on the validation split that it stands in for."""
+    ignored = f"; {unused} is not used" if unused else ""
+    return (
+        f"data.val_share = {val_share:g} keeps {val.num_samples:,} of {train.num_samples + val.num_samples:,} samples "
+        f"for validation, by a hash of their names{ignored}."
+    )

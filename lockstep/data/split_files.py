@@ -69,7 +69,8 @@ def split_files(root: Path, files: list[Path], val_share: float) -> tuple[list[P
         train, ignored = (train or by_split[""]), (val if train or not by_split[""] else [])
         val = []
         if ignored:
-            notes.append(f"data.val_share = {val_share:g} splits the training files; {ignored[0].name} is not used.")
+            more = f" and {len(ignored) - 1} others are" if len(ignored) > 1 else " is"
+            notes.append(f"data.val_share = {val_share:g} splits the training files; {ignored[0].name}{more} not used.")
     elif val and not by_split["val"]:
         notes.append(
             f"{root} has no validation files; its test files ({val[0].name}, …) serve as the validation split."

@@ -25,8 +25,8 @@ from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import MAX_SAMPLE_BYTES, READ_TIMEOUT_S, open_plain, read_plain
 from lockstep.data.record import BLOCK
 from lockstep.data.shards import SPLITS, Shards, index_path
-from lockstep.data.sources import IMAGE_SUFFIXES, hash_name
-from lockstep.data.split_files import find_large, list_files, split_files
+from lockstep.data.sources import IMAGE_SUFFIXES, describe_share, hash_name
+from lockstep.data.split_files import find_large, split_files
 from lockstep.data.threads import Steps, look
 from lockstep.data.workers import Progress, Tick, run_jobs
 from lockstep.errors import LockstepError
@@ -89,11 +89,22 @@ def find_tars(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Path]:
 def refuse_compressed(root: Path, limit_s: float = READ_TIMEOUT_S) -> None:
     """Raise where there are tar files that nobody can read at any place."""
     for suffix in COMPRESSED:
-        if found := look(partial(list_files, root, suffix), limit_s):
+        if found := look(partial(find_large, root, suffix), limit_s):
+            more = f" and {len(found) - 1} others are" if len(found) > 1 else " is"
             raise LockstepError(
-                f"{found[0]} and {len(found) - 1} others are compressed, and cannot be read at any place; unpack them "
-                "to plain .tar files."
+                f"{found[0]}{more} compressed, and cannot be read at any place; unpack to plain .tar files."
             )
+
+
+def split_tars(
+    root: Path, tars: list[Path], limit_s: float, val_share: float = 0.0
+) -> tuple[list[Path], list[Path], tuple[str, ...]]:
+    """The tar files of each split, and what should be said of it; a split that is compressed is named so."""
+    try:
+        return split_files(root, tars, val_share)
+    except LockstepError:
+        refuse_compressed(root, limit_s)
+        raise
 
 
 def open_tars(
@@ -105,7 +116,7 @@ def open_tars(
     workers: int = 0,
 ) -> tuple[Shards, Shards]:
     """Both splits of the tar files in a folder; their index is made on first use."""
-    train_files, val_files, notes = split_files(root, tars, val_share)
+    train_files, val_files, notes = split_tars(root, tars, limit_s, val_share)
     indexes = read_or_build(root, [train_files, val_files], progress, workers, limit_s)
     train, val = indexes
     if not val_share:
@@ -113,6 +124,8 @@ def open_tars(
     else:
         is_held_out = choose_held_out(train.names, val_share)
         splits = Shards(root, train, np.flatnonzero(~is_held_out)), Shards(root, train, np.flatnonzero(is_held_out))
+        splits[1].notes = ()  # the first says them
+        notes += (describe_share(val_share, *splits),)
     splits[0].notes += (
         *notes,
         f"The tar files in {root} have no checksums, so that a flipped bit may go unnoticed; "
@@ -148,7 +161,7 @@ def index_tars(
     if not tars:
         refuse_compressed(root, limit_s)
         raise LockstepError(f"{root} holds no .tar files; give a folder of WebDataset shards.")
-    train, val, _ = split_files(root, tars, 0.0)
+    train, val, _ = split_tars(root, tars, limit_s)
     if any(path.parent != root for path in tars):
         raise LockstepError(
             f"The tar files lie in folders below {root}; move them into it to have an index beside them."

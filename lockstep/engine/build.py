@@ -126,8 +126,10 @@ def open_sources(config: DataConfig, progress: Progress | None = None, brought: 
     if tars := find_tars(root, limit_s):
         return Sources(*open_tars(root, tars, limit_s, val_share, progress))
     if holds_parquet(root, limit_s):
-        pack = pack_parquet(root, default_cache(), limit_s, val_share, progress)
-        return Sources(*open_shards(pack, limit_s, 0.0, config.check_bytes))
+        pack, notes = pack_parquet(root, default_cache(), limit_s, val_share, progress)
+        train, val = open_shards(pack, limit_s, 0.0, config.check_bytes)
+        train.notes += notes  # of the files: their pack in the cache does not know them
+        return Sources(train, val)
     refuse_compressed(root, limit_s)
     return Sources(*open_folder(root, limit_s, val_share))
 

@@ -10,6 +10,7 @@ from lockstep.config import KEYS, SECTIONS, ImageSize, RunConfig, Section
 from lockstep.recipe_values import LONGEST_SHOWN, show
 
 QUOTE = '"'
+MOST_CARRIED = 1e9
 # How each kind of pydantic error completes "KEY = VALUE must be …".
 RULES = {
     "float_type": "a number, such as {example}",
@@ -92,6 +93,7 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     'model.weights = "torchvision:resnet50"': (
         "pretrained", "weights", "checkpoint", "init_checkpoint", "finetune", "load_from", "pretrained_weights",
     ),
+    "model.settings.drop_path_rate = 0.1": ("drop_path", "drop_path_rate", "stochastic_depth", "stochastic_depth_prob"),
     "--ranks 4": ("gpus", "devices", "num_gpus", "ngpus", "world_size", "nproc_per_node", "num_processes"),
     "--out RUN": ("output", "output_dir", "out_dir", "save_dir", "logdir", "log_dir", "work_dir", "default_root_dir"),
     "--log wandb": ("wandb", "use_wandb", "log_wandb", "wandb_project", "report_to", "logger"),
@@ -101,29 +103,63 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
 ELSEWHERE = {
     name: ours
     for ours, names in NAMES_ELSEWHERE.items()
-    if ours.startswith("--") or ours.partition(" ")[0] in KEYS
+    if ours.startswith(("--", "model.settings.")) or ours.partition(" ")[0] in KEYS
     for name in names
 }
+# Of these the value given under another name is the value here; a batch of one device is not the global one.
+CARRIED = {
+    "train.duration", "train.global_batch", "train.accumulate", "train.seed", "optim.lr", "optim.weight_decay",
+    "optim.warmup", "model.settings.drop_path_rate",
+}  # fmt: skip
+OF_A_RANK = ("per_device_train_batch_size",)
+# What nobody has to say here.
+FOLLOWS = dict.fromkeys(
+    ("num_classes", "n_classes", "nb_classes", "nclasses", "num_labels"), "the number of classes follows from the data"
+)
 
 
-def find_elsewhere(name: str) -> str:
-    """What a name from another trainer is here, as a recipe writes it; empty for one that nobody uses."""
-    return ELSEWHERE.get(name.rpartition(".")[2].strip("-").replace("-", "_").lower(), "")
+def _simplify(name: str) -> str:
+    """A name without its section, in one spelling."""
+    return name.rpartition(".")[2].strip("-").replace("-", "_").lower()
+
+
+def find_elsewhere(name: str, value: object = None) -> str:
+    """What a name from another trainer is here, as a recipe writes it; empty for one that nobody uses.
+
+    With the value that was given, where that is plainly the value here too, and with an example of one elsewhere.
+    """
+    name = _simplify(name)
+    ours = ELSEWHERE.get(name, "")
+    key, _, example = ours.partition(" = ")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST_CARRIED
+    if not is_number or key not in CARRIED or name in OF_A_RANK:
+        return ours
+    if isinstance(value, float) and "." not in example:  # where a whole number is wanted
+        return ours
+    unit = example.strip(QUOTE).lstrip("0123456789") if example.startswith(QUOTE) else ""
+    return f"{key} = {QUOTE}{value}{unit}{QUOTE}" if unit else f"{key} = {value}"
 
 
 def describe_option(option: str) -> str:
     """The sentence on an option of another trainer, or a setting given as an option; empty for any other."""
     name = option.strip("-").replace("-", "_").lower()
+    if name in FOLLOWS:
+        return f"There is no option {option}; {FOLLOWS[name]}."
     ours = find_elsewhere(name)
     if not ours:
         known = [key for key in KEYS if name in (key, key.rpartition(".")[2])]
         ours = f"{known[0]} = {_example(known[0].split('.'))}" if len(known) == 1 else ""
     if not ours:
         return ""
+    return f"There is no option {option}; here it is {_write_override(ours)}."
+
+
+def _write_override(ours: str) -> str:
+    """A setting as the command line takes it; an option is one already."""
     key, _, value = ours.partition(" = ")
     # A text needs no quotes there, and what else a shell would take apart gets some.
     given = shlex.quote(f"{key}={value.removeprefix(QUOTE).removesuffix(QUOTE)}")
-    return f"There is no option {option}; here it is {f'--set {given}' if value else ours}."
+    return f"--set {given}" if value else ours
 
 
 def describe_invalid(invalid: ValidationError, where: str) -> str:
@@ -134,7 +170,7 @@ def describe_invalid(invalid: ValidationError, where: str) -> str:
     return f"{_problem(first)} ({where}{more})."
 
 
-def describe_unknown(key: str, *, is_table: bool = False) -> str:
+def describe_unknown(key: str, value: object = None, *, is_table: bool = False, is_override: bool = False) -> str:
     """The opening of a sentence about a key that does not exist, with ours of that meaning, or the nearest."""
     name = key.rpartition(".")[2]
 
@@ -146,8 +182,10 @@ def describe_unknown(key: str, *, is_table: bool = False) -> str:
 
     if len(key) > LONGEST_SHOWN:
         return f"There is no key {key[:LONGEST_SHOWN]}…"
-    if not is_table and (ours := find_elsewhere(key)):
-        return f"There is no key {key}; here it is {ours}"
+    if not is_table and (reason := FOLLOWS.get(_simplify(key))):
+        return f"There is no key {key}; {reason}"
+    if not is_table and (ours := find_elsewhere(key, value)):
+        return f"There is no key {key}; here it is {_write_override(ours) if is_override else ours}"
     return f"There is no key {key}; the nearest is {max((*SECTIONS, *KEYS), key=likeness)}"
 
 
@@ -163,7 +201,7 @@ def _problem(error: ErrorDetails) -> str:
     names = [part for part in location if isinstance(part, str)]
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if kind == "extra_forbidden":
-        return describe_unknown(key, is_table=isinstance(error["input"], dict))
+        return describe_unknown(key, error["input"], is_table=isinstance(error["input"], dict))
     example = _example(names)
     if kind == "missing":
         return f"{key} is missing; give a value such as {example}"

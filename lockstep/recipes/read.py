@@ -69,7 +69,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         if table_of == SETTINGS and setting:  # of a network that is not known here: any name may be one
             key, value = SETTINGS, {**_read_table(result), setting: value}
         if key not in (*SECTIONS, *KEYS):
-            raise LockstepError(f"{describe_unknown(key)} (--set {override[:LONGEST_SHOWN]}).")
+            raise LockstepError(f"{describe_unknown(key, value, is_override=True)} (--set {override[:LONGEST_SHOWN]}).")
         section, _, name = key.rpartition(".")
         if not section:
             result[name] = value

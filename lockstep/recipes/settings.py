@@ -16,7 +16,7 @@ from lockstep.config import SECTIONS, RunConfig, Section
 from lockstep.errors import LockstepError
 from lockstep.recipe_values import LARGEST, Duration, show
 from lockstep.recipes.complaints import describe_unknown, find_elsewhere
-from lockstep.recipes.read import list_recipes, recipe_text
+from lockstep.recipes.read import SETTINGS, list_recipes, recipe_text
 
 KINDS: dict[Any, str] = {
     bool: "true or false",
@@ -51,6 +51,7 @@ def find_settings(pattern: str = "") -> list[Setting]:
         found = [setting for setting in list_settings() if fnmatch.fnmatchcase(setting.key, word)]
     else:
         key = find_elsewhere(pattern).partition(" ")[0]
+        key = SETTINGS if key.startswith(f"{SETTINGS}.") else key  # what a network takes is no setting by itself
         found = [setting for setting in list_settings() if word in setting.key or setting.key == key]
         found = found or [setting for setting in list_settings() if word in setting.meaning.lower()]
     if not found:

@@ -185,7 +185,8 @@ def measure_spent(part: Sequence[Event]) -> Spent:
                 waited += steps * event.input_s
     told = (compute, communication, waited, evaluation, checkpoint, startup, anchors)
     known = [max(0.0, number(value) or 0.0) for value in told]
-    return Spent(*known, other=max(0.0, (number(wall_s) or 0.0) - sum(known)))
+    other = max(0.0, (number(wall_s) or 0.0) - sum(known))
+    return Spent(*[*known, other])
 
 
 def _measure_startup(part: Sequence[Event]) -> float:

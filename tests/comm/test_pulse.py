@@ -45,6 +45,30 @@ def test_a_rank_that_stops_beating_is_named_with_the_buffer_it_never_sent(pulses
         assert lost[:4] == Lost(rank=2, is_dead=True, step=7, buffer=1)[:4]
 
 
+@pytest.mark.parametrize(
+    ("beat", "own", "expected"),
+    [
+        ((756, 0), (768, 0), (767, 0)),  # of step 767 all is sent from here, and may be what is waited for
+        ((756, 1), (767, 2), (767, 0)),
+        ((767, 1), (767, 3), (767, 1)),
+        ((767, 1), (768, 0), (767, 1)),
+        ((0, 0), (1, 0), (0, 0)),
+    ],
+)
+def test_a_lost_rank_has_sent_whatever_is_complete_here(
+    beat: tuple[int, int], own: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    """A beat comes twice a second, and many steps may be taken between the last one and the end."""
+    store, seal = HashStore(), Seal()
+    survivor = Pulse(store, 0, 2)
+    key = "lockstep/pulse/1"
+    store.set(key, seal.close(key, f"9 {beat[0]} {beat[1]} on elsewhere/1@1").decode())
+    survivor.note(*own)
+    lost = survivor.find_lost()
+    survivor.close()
+    assert lost == Lost(1, True, *expected, "elsewhere/1@1")
+
+
 def test_a_living_rank_that_lags_is_told_from_a_dead_one(pulses: list[Pulse]) -> None:
     pulses[1].note(6, 4)
     module.time.sleep(0.1)

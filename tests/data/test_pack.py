@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from lockstep.data.pack import measure_sizes, pack_folder, plan_shards
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import ImageFolder, open_folder
 from lockstep.errors import LockstepError
-from tests.data.pictures import huge_png
+from tests.data.pictures import encode, huge_png, picture
 from tests.engine import commands
 
 
@@ -292,6 +293,7 @@ def test_a_damaged_note_of_an_unfinished_pack_is_one_sentence(source: Path, tmp_
     work = tmp_path / "pack" / ".pack"
     work.mkdir(parents=True)
     (work / "settings.json").write_bytes(note)
+    (tmp_path / "pack" / "train-000000.tar").touch()
     with pytest.raises(LockstepError, match=r"settings\.json is damaged; remove|holds a pack with"):
         pack_folder(source, tmp_path / "pack")
 
@@ -472,6 +474,39 @@ def test_decoding_finds_what_header_and_end_do_not_show(source: Path, tmp_path: 
         pack_folder(source, tmp_path / "careful", decode=True)
     with pytest.raises(LockstepError, match="holds a pack with no --decode"):
         pack_folder(source, tmp_path / "quick", decode=True)
+
+
+@pytest.mark.parametrize(
+    ("shard_mb", "then"),
+    [
+        (256.0, {"decode": True, "skip_bad": True}),
+        (0.03, {"decode": True, "skip_bad": True}),
+        (0.03, {"skip_bad": True, "shard_mb": 256.0}),
+        (0.03, {}),
+    ],
+)
+def test_a_pack_that_bad_files_ended_is_begun_anew_in_any_way(
+    source: Path, tmp_path: Path, shard_mb: float, then: dict[str, Any]
+) -> None:
+    """As if nothing had been packed, which is what the documentation says of it."""
+    (source / "train" / "ant" / "photo.1.png").write_bytes(b"no image")
+    with pytest.raises(LockstepError, match="1 files cannot be packed"):
+        pack_folder(source, tmp_path / "pack", shard_mb=shard_mb)
+    if not then:  # repaired
+        (source / "train" / "ant" / "photo.1.png").write_bytes(encode(picture(30, 40), "PNG"))
+    settings = {"shard_mb": shard_mb} | then
+    pack_folder(source, tmp_path / "pack", **settings)
+    pack_folder(source, tmp_path / "whole", **settings)
+    assert contents(tmp_path / "pack") == contents(tmp_path / "whole")
+
+
+def test_a_pack_killed_before_its_first_shard_is_begun_anew_with_other_settings(source: Path, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.data.pack._write_shards", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            pack_folder(source, tmp_path / "pack")
+    assert (tmp_path / "pack" / ".pack" / "settings.json").exists()
+    assert pack_folder(source, tmp_path / "pack", decode=True)[0].num_samples == 12
 
 
 def test_a_jpeg_with_bytes_behind_its_end_is_whole(source: Path, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.data.inventory import take_inventory
 from lockstep.data.pack import pack_folder
 from lockstep.data.parquet import holds_parquet, open_parquet
 from lockstep.data.shards import open_shards
 from lockstep.engine.build import open_sources
+from lockstep.engine.fit import describe_fit
 from lockstep.errors import LockstepError
 from tests.data.pictures import encode, picture
 from tests.engine.conftest import tiny_config
@@ -74,6 +76,16 @@ def test_a_run_packs_it_once_into_the_cache(root: Path, cache: Path, monkeypatch
     assert open_sources(data).train.read(12) == PHOTOS[12]
 
 
+def test_what_the_files_hold_is_told_without_packing_them(root: Path, cache: Path) -> None:
+    (root / "data" / "validation-00000-of-00001.parquet").rename(root / "data" / "test.parquet")
+    splits, sentence = take_inventory(root, lambda title: lambda done, total: None)
+    assert [(split.num_samples, split.num_classes, split.num_shards) for split in splits] == [(20, 3, 0), (6, 3, 0)]
+    assert splits[0].num_bytes > sum(map(len, PHOTOS[:20])) / 2
+    assert sentence.startswith("A set in Parquet")
+    assert "serve as the validation split" in sentence
+    assert not cache.exists()
+
+
 def test_a_share_is_split_off(root: Path) -> None:
     (root / "data" / "validation-00000-of-00001.parquet").unlink()
     with pytest.raises(LockstepError, match=r"none for validation by its name; .*data\.val_share = 0\.1"):
@@ -83,6 +95,23 @@ def test_a_share_is_split_off(root: Path) -> None:
     assert sorted(both) == sorted(PHOTOS[:20])
     sources = open_sources(tiny_config(root, "data.val_share=0.3").data)
     assert sources.val.num_samples == val.num_samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ([], "its test files (test-00000.parquet, …) serve as the validation split."),
+        (["data.val_share=0.3"], "of 20 samples for validation, by a hash of their names."),
+        (["data.val_share=0.3"], "splits the training files; test-00000.parquet is not used."),
+    ],
+)
+def test_a_run_says_what_serves_as_validation_with_each_opening(root: Path, settings: list[str], sentence: str) -> None:
+    files = root / "data"
+    (files / "validation-00000-of-00001.parquet").rename(files / "test-00000.parquet")
+    config = tiny_config(root, *settings)
+    for _ in range(2):  # packed now, and found in the cache
+        texts = [notice.text for notice in describe_fit(config, open_sources(config.data))]
+        assert sum(sentence in text for text in texts) == 1
 
 
 def test_a_row_without_an_image_is_left_out_only_when_asked(root: Path, tmp_path: Path) -> None:

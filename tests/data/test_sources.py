@@ -217,3 +217,29 @@ def test_a_wrong_table_is_one_sentence(tmp_path: Path, text: str, sentence: str)
     (tmp_path / "train" / "metadata.csv").write_text(text, encoding="latin-1")
     with pytest.raises(LockstepError, match=sentence):
         open_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "val_share", "sentence"),
+    [
+        (("ant/a.jpg", "bee/b.jpg"), 0.0, r"2 folders that look like classes \(ant, bee\); set data\.val_share = 0\.1"),
+        (("Train/ant/a.jpg", "Val/ant/b.jpg"), 0.0, r"no folder .*/train, but Train/ is there; call it train/"),
+        (("Train/ant/a.jpg", "Val/ant/b.jpg"), 0.1, r"no folder .*/train, but Train/ is there; call it train/"),
+        (("training/ant/a.jpg", "val/ant/b.jpg"), 0.0, r"but training/ is there; call it train/"),
+        (("set/train/ant/a.jpg", "set/val/ant/b.jpg"), 0.0, r"but .*/set/train; set data\.path to .*/set\."),
+        (("set/train/ant/a.jpg", "set/val/ant/b.jpg"), 0.1, r"but .*/set/train; set data\.path to .*/set\."),
+        (("ant/a.txt",), 0.0, r"There is no folder .*/train; data\.path must name a folder that holds train/ and val/"),
+    ],
+)
+def test_a_folder_without_train_is_told_by_what_it_holds(
+    tmp_path: Path, files: tuple[str, ...], val_share: float, sentence: str
+) -> None:
+    make(tmp_path, *files)
+    with pytest.raises(LockstepError, match=sentence):
+        open_folder(tmp_path, val_share=val_share)
+
+
+def test_what_the_sentence_on_classes_says_works(tmp_path: Path) -> None:
+    make(tmp_path, *(f"{name}/{number}.jpg" for name in ("ant", "bee") for number in range(30)))
+    train, val = open_folder(tmp_path, val_share=0.1)
+    assert (train.classes, train.num_samples + val.num_samples) == (("ant", "bee"), 60)

@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.data.generated import build_generated
 from lockstep.data.inventory import take_inventory
+from lockstep.data.pack import pack_folder
 from lockstep.data.shards import open_shards
 from lockstep.data.sources import open_folder
 from lockstep.data.verify import verify_shards
@@ -122,7 +123,7 @@ def test_a_sample_without_image_or_label_is_left_out_by_name(root: Path) -> None
     train, _ = open_root(root)
     assert train.num_samples == 10
     (note,) = [note for note in train.notes if "left out" in note]
-    assert "2 samples" in note
+    assert note.startswith(f"2 samples of {root} cannot be used, and are left out of its index: ")
     assert "set-train-002.tar: 7 (no label)" in note
     assert "set-train-002.tar: 8 (no image)" in note
 
@@ -133,6 +134,14 @@ def test_a_share_is_split_off_by_key(root: Path) -> None:
     kept = [{part.name(number).split(": ")[1] for number in range(part.num_samples)} for part in parts]
     assert not kept[0] & kept[1]
     assert sum(part.num_samples for part in parts) == 14
+    said = f"data.val_share = 0.4 keeps {parts[1].num_samples} of 14 samples for validation, by a hash of their names."
+    assert [note for part in parts for note in part.notes].count(said) == 1
+
+
+def test_what_is_left_out_is_said_once_where_a_share_is_split_off(root: Path) -> None:
+    write_tar(root / "set-train-002.tar", [("7.jpg", PHOTOS[0])])
+    notes = [note for part in open_root(root, val_share=0.4) for note in part.notes]
+    assert sum("left out" in note for note in notes) == 1
 
 
 def test_an_index_with_checksums_beside_them_finds_a_flipped_bit(root: Path) -> None:
@@ -152,12 +161,34 @@ def test_an_index_with_checksums_beside_them_finds_a_flipped_bit(root: Path) -> 
     assert (damage.number, damage.key) == (2, "0002")
 
 
-def test_a_run_opens_them_and_says_what_they_are(root: Path) -> None:
+def test_a_run_opens_them_and_says_what_they_are(root: Path, tmp_path: Path) -> None:
     sources = open_sources(tiny_config(root).data)
     assert sources.train.num_samples == 9
     splits, sentence = take_inventory(root, lambda title: lambda done, total: None)
     assert [split.num_samples for split in splits] == [9, 3]
     assert "`lockstep data index` adds them" in sentence
+    with pytest.raises(
+        LockstepError,
+        match=r"tar files already, such as set-train-000\.tar, .*as they are: set data\.path to it; `lock",
+    ):
+        pack_folder(root, tmp_path / "pack")
+
+
+@pytest.mark.parametrize("val_share", [0.0, 0.1])
+def test_a_compressed_training_split_beside_a_plain_one_is_called_that(root: Path, val_share: float) -> None:
+    for path in root.glob("set-train-*.tar"):
+        path.rename(path.with_suffix(".tar.gz"))
+    with pytest.raises(LockstepError, match=r"set-train-000\.tar\.gz and 1 others are compressed"):
+        open_root(root, val_share)
+    for use in (index_tars, lambda root: take_inventory(root, lambda title: lambda done, total: None)):
+        with pytest.raises(LockstepError, match="are compressed"):
+            use(root)
+
+
+def test_an_archive_beside_the_images_that_came_out_of_it_is_left_alone(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(build_generated(tmp_path / "cache", 20, 10), tmp_path / "both"))
+    (folder / "images.tar.gz").write_bytes(b"\x1f\x8b")
+    assert open_sources(tiny_config(folder).data).train.num_samples == 20
 
 
 def test_tar_files_beside_unpacked_images_are_not_the_data(tmp_path: Path) -> None:
@@ -188,9 +219,9 @@ def test_what_cannot_be_used_is_one_sentence(
 
 def test_compressed_tar_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "train.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(LockstepError, match=r"train\.tar\.gz .* are compressed.*unpack them to plain"):
+    with pytest.raises(LockstepError, match=r"train\.tar\.gz is compressed.*unpack to plain"):
         refuse_compressed(tmp_path)
-    with pytest.raises(LockstepError, match="are compressed"):
+    with pytest.raises(LockstepError, match="is compressed"):
         open_sources(tiny_config(tmp_path).data)
 
 

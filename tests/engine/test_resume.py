@@ -197,6 +197,19 @@ def test_every_later_checkpoint_is_bit_identical_however_the_run_was_ended(
         assert all(torch.equal(expected[name], found[name]) for name in expected), step
 
 
+def resume_and_read_pulse(world: World, images: Path, folder: Path) -> tuple[int, int]:
+    """What the pulse tells of this rank after 4 steps and, resumed, 9 more."""
+    for stop_at, how in ((4, "asked"), (0, "")):
+        train_and_stop(world, images, folder, stop_at, how)
+    assert world.pulse is not None
+    return world.pulse._progress
+
+
+def test_a_resumed_rank_is_known_by_the_number_of_the_runs_own_step(images: Path, tmp_path: Path) -> None:
+    """It is what the sentence on a lost rank names."""
+    assert run_ranks(resume_and_read_pulse, 2, images, tmp_path / "run") == [(14, 0)] * 2
+
+
 def test_a_killed_rank_ends_the_others_with_a_sentence(images: Path, tmp_path: Path) -> None:
     folder = tmp_path / "lost"
     process = commands.start(

@@ -11,12 +11,17 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.world import join_world
+from lockstep.data.index import read_index
 from lockstep.data.order import Cursor, Ledger
 from lockstep.data.pack import pack_folder
 from lockstep.engine.build import build_parts, build_train_pipeline, open_sources, plan_input
+from lockstep.engine.fit import describe_fit
+from lockstep.engine.run import run_rank
 from lockstep.engine.step import train_step
+from lockstep.events import Event, Notice
+from lockstep.report.run import SilentSink
 from tests.data.large_index import NUM_SAMPLES, write_large
-from tests.engine.conftest import tiny_config
+from tests.engine.conftest import NUM_TRAIN, tiny_config
 
 
 @pytest.fixture
@@ -63,9 +68,42 @@ def test_a_part_for_validation_is_the_same_on_folder_and_shards(images: Path, pa
                     train_step(parts, batch, 0.1)
         val = [sources.val.read(sample) for sample in range(sources.val.num_samples)]
         found.append((parts.weights, val, sources.train.fingerprint()["labels"]))
+        said = f"keeps {sources.val.num_samples} of {NUM_TRAIN} samples for validation"
+        assert sum(said in notice.text for notice in describe_fit(config, sources)) == 1
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:] == found[1][1:]
     assert found[0][2] != open_sources(tiny_config(images).data).train.fingerprint()["labels"]
+
+
+class Listener(SilentSink):
+    """Keeps what the run says."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_bit_flipped_in_a_shard_is_named_by_the_run_unless_bytes_are_not_checked(
+    pack: Path, tmp_path: Path, checks: bool
+) -> None:
+    index = read_index(pack / "train.index")
+    tar = pack / index.shards[0].name
+    content = bytearray(tar.read_bytes())
+    content[int(index.offsets[0]) + int(index.lengths[0]) // 2] ^= 0x04
+    tar.write_bytes(content)
+    said = Listener()
+    wanted = ["train.duration=1ep", "optim.warmup=0st", "data.bad_share=0.1", f"data.check_bytes={str(checks).lower()}"]
+    status = run_rank(
+        tiny_config(pack, *wanted), "tiny", tmp_path / "run", resume=False, membership=None,
+        open_sink=lambda world, folder: said,
+    )  # fmt: skip
+    assert status == "finished"
+    texts = [event.text for event in said.events if isinstance(event, Notice)]
+    named = [text for text in texts if str(tar) in text and "its bytes do not match their checksum" in text]
+    assert len(named) == checks, texts
 
 
 RESUME_LARGE = """
