@@ -1,7 +1,8 @@
-"""Whether a checkpoint's counters can be true: each number against what it describes, before anybody relies on one.
+"""A checkpoint's counters: how a manifest has those of a step, and whether all of them can be true (step 10).
 
-A seal only tells that a manifest is as somebody wrote it; it may have been written wrongly, or to do harm. What cannot
-be is damage, and the checkpoint is passed over (`checkpoint.py`).
+Each number is held against what it describes before anybody relies on one. A seal only tells that a manifest is as
+somebody wrote it; it may have been written wrongly, or to do harm. What cannot be is damage, and the checkpoint is
+passed over (`checkpoint.py`).
 """
 
 import json
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lockstep.data.order import Cursor, step_at
 from lockstep.engine.checkpoint import Checkpoint, DamagedCheckpoint
+from lockstep.errors import LockstepError
 
 MAX_COUNT = 10**15  # of steps, samples, epochs: beyond any run, and exact in every format here
 MAX_RANKS = 1 << 20
@@ -33,12 +35,39 @@ ALLOWED = {
 LEDGER_VALUE = re.compile(r"[0-9a-f]{16}")
 
 
-def check_counters(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks something or says something impossible."""
+def describe_counters(counters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Arrays of a few numbers as a manifest has them, by name: a number, or a list of them."""
+    return {name: array.flatten().tolist() if array.ndim else _read_number(array) for name, array in counters.items()}
+
+
+def _read_number(array: Tensor) -> int | float:
+    """A count may be held in a floating format, and is a whole number all the same."""
+    number = array.item()
+    return int(number) if float(number).is_integer() else number
+
+
+def fill_counters(counters: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """The way back. What a manifest lacks stays as it starts: it is of another precision, or of an older version."""
+    for name, array in counters.items():
+        numbers = _list_numbers(state.get(name))
+        if not numbers:
+            continue
+        if len(numbers) != array.numel():
+            raise LockstepError(
+                f"The checkpoint has {len(numbers)} numbers of {name} and this run {array.numel()}; resume with the "
+                "settings that the run was started with."
+            )
+        # By way of floats, as whole numbers beyond 64 bits fit no other format.
+        values = [float(number) for number in numbers] if array.is_floating_point() else numbers
+        array.copy_(torch.tensor(values, dtype=array.dtype).view_as(array))
+
+
+def check_counters(checkpoint: Checkpoint, counters: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks something or says something impossible; `counters` are those it may fill."""
     state = checkpoint.state
     if not isinstance(state, dict):
         raise DamagedCheckpoint("its counters are no table")
-    faults = {
+    faults = {name: not _are_numbers(state.get(name), array.dtype) for name, array in counters.items()} | {
         "files": not {"model", "optimizer"} <= checkpoint.files.keys(),
         "step": not _is_count(state.get("step")) or checkpoint.path.name != f"step-{state['step']:08d}",
         "rule": state.get("rule") not in RULES,
@@ -101,6 +130,19 @@ def _check_statistics(statistics: Mapping[str, Tensor], world_size: int) -> None
 
 def _is_count(value: Any, least: int = 0, most: int = MAX_COUNT) -> bool:
     return type(value) is int and least <= value <= most
+
+
+def _list_numbers(value: Any) -> list[Any]:
+    """One number, several or none, as a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _are_numbers(value: Any, dtype: torch.dtype) -> bool:
+    """Whether all are numbers, each in the format's range."""
+    numbers = _list_numbers(value)
+    if dtype.is_floating_point:
+        return all(type(number) in (int, float) and abs(number) <= torch.finfo(dtype).max for number in numbers)
+    return all(_is_count(number, torch.iinfo(dtype).min, torch.iinfo(dtype).max) for number in numbers)
 
 
 def _is_table(value: Any, names: set[str]) -> bool:

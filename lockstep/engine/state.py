@@ -9,6 +9,7 @@ ranks go on to the last bit as if nobody had stopped them.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger, step_at
 from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
-from lockstep.engine.counters import CLASSES, check_counters, name_classes
+from lockstep.engine.counters import CLASSES, check_counters, describe_counters, fill_counters, name_classes
 from lockstep.engine.state_files import (
     AVERAGE,
     WEIGHTS,
@@ -31,7 +32,7 @@ from lockstep.engine.state_files import (
     gather_ranks,
     share_rows,
 )
-from lockstep.engine.statistics import averaged_statistics, list_passing, list_statistics
+from lockstep.engine.statistics import averaged_statistics, list_passing, list_statistics, split_statistics
 from lockstep.errors import Diverged, LockstepError, SharedError
 from lockstep.optim.storage import fill_constants
 
@@ -60,12 +61,13 @@ class Changing:
 
     over_layout: dict[str, Tensor]  # flat, over the layout: master weights, what the update rule keeps, their average
     statistics: dict[str, Tensor]  # of batch norm, and the network's other buffers, by its names
-    averaged: tuple[Tensor, ...]  # the average's statistics, in one array; none where there is no average
-    counters: dict[str, Tensor]  # a few numbers each
+    averaged: dict[str, Tensor]  # the average's statistics, by the same names; none where there is no average
+    counters: dict[str, Tensor]  # a few numbers each, the same on every rank: a checkpoint's manifest has them by name
 
     def arrays(self) -> list[Tensor]:
         """All of them, always in the same order."""
-        return [*self.over_layout.values(), *self.statistics.values(), *self.averaged, *self.counters.values()]
+        groups = (self.over_layout, self.statistics, self.averaged, self.counters)
+        return [array for group in groups for array in group.values()]
 
 
 def list_changing(parts: Parts) -> Changing:
@@ -74,7 +76,7 @@ def list_changing(parts: Parts) -> Changing:
     return Changing(
         over_layout={WEIGHTS: parts.weights, **parts.rule.state(), **({AVERAGE: average.weights} if average else {})},
         statistics=list_statistics(parts.model),
-        averaged=(average.statistics,) if average else (),
+        averaged=split_statistics(parts.model, average.statistics) if average else {},
         counters={"rule_steps": parts.rule.count, **(parts.loss_scale.arrays() if parts.loss_scale else {})},
     )
 
@@ -110,11 +112,12 @@ def sum_ledger(ledger: Ledger, world: World) -> Ledger:
 def find_infinite(parts: Parts) -> str:
     """Which arrays hold a number that is not finite; empty if none does. Asked once, by one look at the device."""
     changing = list_changing(parts)
-    statistics = [array.flatten() for array in changing.statistics.values() if array.is_floating_point()]
-    over_layout = {name: array for name, array in changing.over_layout.items() if array.is_floating_point()}
-    arrays = over_layout | ({"batch-norm statistics": torch.cat(statistics)} if statistics else {})
-    if changing.averaged and changing.averaged[0].numel():
-        arrays |= {"average's statistics": changing.averaged[0]}
+    arrays = changing.over_layout | changing.counters
+    groups = {"batch-norm statistics": changing.statistics, "average's statistics": changing.averaged}
+    for name, group in groups.items():
+        statistics = [array.flatten() for array in group.values() if array.is_floating_point()]
+        arrays |= {name: torch.cat(statistics)} if statistics else {}
+    arrays = {name: array for name, array in arrays.items() if array.is_floating_point() and array.numel()}
     # The least and the greatest of an array are finite only if all of it is: a NaN is both.
     extremes = torch.stack([torch.stack(array.aminmax()) for array in arrays.values()])
     is_finite = extremes.isfinite().all(dim=1).tolist()
@@ -166,26 +169,21 @@ def gathered_state(
     that are not finite are a SharedError, which names the last good checkpoint on `disk`.
     """
     ledger = sum_ledger(state.ledger, world)
-    rows, averaged = gather_ranks(parts, world), average_ranks(parts, world)
+    changing = list_changing(parts)
+    rows, averaged = gather_ranks(changing, world), average_ranks(parts, world)
     with averaged_statistics(parts.model, world):
         refuse_infinite(disk, state.step, parts, world)
-        files = collect_files(parts, list_changing(parts), averaged, rows)
-        yield files, _collect_counters(state, ledger, parts, world, order)
-
-
-def _collect_counters(
-    state: State, ledger: Ledger, parts: Parts, world: World, order: Mapping[str, Any]
-) -> dict[str, Any]:
-    return {
-        "step": state.step,
-        "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
-        "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
-        "rule": _name_rule(parts),
-        "rule_steps": parts.rule.step_count,
-        "loss_scale": parts.loss_scale.save() if parts.loss_scale else None,
-        "world_size": world.size,
-        "order": dict(order),
-    }
+        files = collect_files(parts, changing, averaged, rows)
+        place = {
+            "step": state.step,
+            "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
+            "ledger": {"value": f"{ledger.value:016x}", "count": ledger.count},
+            "rule": _name_rule(parts),
+            "world_size": world.size,
+            "order": dict(order),
+        }
+        # Not by `|`: a counter by one of these names is an error, and neither is lost.
+        yield files, dict(**place, **describe_counters(changing.counters))
 
 
 def load_state(
@@ -215,17 +213,12 @@ def load_state(
         raise SharedError(failure)
     counters = world.broadcast_value(counters, source)
     changing = list_changing(parts)
-    network = (*changing.statistics.values(), *parts.constants.values())
-    for array in (*changing.over_layout.values(), *changing.averaged, *network):
+    for array in (*changing.arrays(), *parts.constants.values()):
         share_array(world, array, source)
-    share_rows(parts, world, counters["rows"], rows, source)
+    share_rows(changing, world, counters["rows"], rows, source)
     if parts.average and not counters["has_average"]:
         parts.average.begin()
     refresh(parts)
-    parts.rule.step_count = counters["rule_steps"]
-    # A run may go on in another precision: one that had no loss scale leaves this one as it starts.
-    if parts.loss_scale and counters.get("loss_scale"):
-        parts.loss_scale.load(counters["loss_scale"])
     ledger = Ledger(int(counters["ledger"]["value"], 16), counters["ledger"]["count"]) if world.is_first else Ledger()
     cursor, written = Cursor(**counters["cursor"]), _read_writer(counters)
     step = written.step
@@ -237,12 +230,14 @@ def load_state(
 def _read_newest(
     folder: Path, parts: Parts, world: World, order: Mapping[str, Any], warn: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fill the arrays from the last good checkpoint; returns its counters and the ranks' statistics, if they fit."""
-    checkpoint = load_checkpoint(folder, warn, check_counters)
+    """Fill the arrays from the last good checkpoint; returns what it says and the ranks' statistics, if they fit."""
+    changing = list_changing(parts)
+    checkpoint = load_checkpoint(folder, warn, partial(check_counters, counters=changing.counters))
     _check_rule(parts, checkpoint.state["rule"])
     _check_order(order, checkpoint.state["order"])
-    fill_arrays(parts, list_changing(parts), checkpoint.files)
-    rows = find_rows(parts, world, checkpoint.files)
+    fill_arrays(parts, changing, checkpoint.files)
+    fill_counters(changing.counters, checkpoint.state)
+    rows = find_rows(changing, world, checkpoint.files)
     # Not the names: nobody goes on by them, and there may be many.
     counters = {name: value for name, value in checkpoint.state.items() if name != CLASSES}
     return counters | {"rows": list(rows), "has_average": AVERAGE in checkpoint.files}, rows

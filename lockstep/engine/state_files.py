@@ -8,17 +8,12 @@ that as many ranks go on to the last bit.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.engine.build import Parts
-from lockstep.engine.statistics import (
-    average_over,
-    fill_statistics,
-    flatten_statistics,
-    gather_rows,
-    split_statistics,
-)
+from lockstep.engine.statistics import average_over, gather_rows, split_statistics
 from lockstep.errors import LockstepError
 from lockstep.optim.storage import load_named, named_arrays
 
@@ -28,14 +23,15 @@ if TYPE_CHECKING:
 WEIGHTS, AVERAGE = "weights", "average"  # arrays over the layout; the second is also a file, and rows of statistics
 MODEL, OPTIMIZER, STATISTICS = "model", "optimizer", "statistics"  # files
 RANKS = "ranks"  # in a checkpoint's statistics: the rows of all ranks
+NETWORKS = {WEIGHTS: MODEL, AVERAGE: AVERAGE}  # arrays over the layout that are a network, by its file
 
 Arrays = dict[str, Tensor]
 
 
-def gather_ranks(parts: Parts, world: World) -> Arrays:
+def gather_ranks(changing: "Changing", world: World) -> Arrays:
     """Every rank's own statistics and those of its average, one row each; every rank must call it."""
-    own = _list_own(parts) if world.size > 1 else {}
-    return {kind: gather_rows(flat, world) for kind, flat in own.items() if flat.numel()}
+    own = _list_own(changing) if world.size > 1 else {}
+    return {kind: gather_rows(_flatten(arrays), world) for kind, arrays in own.items()}
 
 
 def average_ranks(parts: Parts, world: World) -> Arrays:
@@ -45,43 +41,40 @@ def average_ranks(parts: Parts, world: World) -> Arrays:
     return split_statistics(parts.model, average_over(parts.average.statistics, world))
 
 
-def collect_files(
-    parts: Parts, changing: "Changing", averaged: Mapping[str, Tensor], rows: Arrays
-) -> dict[str, Arrays]:
+def collect_files(parts: Parts, changing: "Changing", averaged: Arrays, rows: Arrays) -> dict[str, Arrays]:
     """What a checkpoint holds, as copies; the model's statistics are the average over ranks just now.
 
     `averaged` are the average's statistics, `rows` those of every rank.
     """
-    # What is not trained belongs to the network all the same.
-    beside = parts.constants | {name: buffer.detach().clone() for name, buffer in changing.statistics.items()}
-    named = {kind: named_arrays(flat, parts.layout) for kind, flat in changing.over_layout.items()}
-    files = {
-        MODEL: named.pop(WEIGHTS) | beside,
-        AVERAGE: named.pop(AVERAGE, {}) | beside | {name: array.clone() for name, array in averaged.items()},
-        OPTIMIZER: {f"{kind}/{name}": array for kind, arrays in named.items() for name, array in arrays.items()},
-        STATISTICS: rows,
-    }
-    lacking = {name for name, is_there in ((AVERAGE, parts.average is not None), (STATISTICS, rows)) if not is_there}
-    return {name: arrays for name, arrays in files.items() if name not in lacking}
+    files: dict[str, Arrays] = {OPTIMIZER: {}}
+    for kind, flat in changing.over_layout.items():
+        named = named_arrays(flat, parts.layout)
+        if kind in NETWORKS:
+            statistics = changing.statistics | (averaged if kind == AVERAGE else {})  # which has no counts of its own
+            beside = {name: array.detach().clone() for name, array in statistics.items()}
+            # What is not trained belongs to the network all the same.
+            files[NETWORKS[kind]] = named | parts.constants | beside
+        else:
+            files[OPTIMIZER] |= {f"{kind}/{name}": array for name, array in named.items()}
+    return files | ({STATISTICS: rows} if rows else {})
 
 
 def fill_arrays(parts: Parts, changing: "Changing", files: Mapping[str, Arrays]) -> None:
     """The way back; a checkpoint of another model is a sentence. An average that it lacks is left alone."""
     kept = changing.statistics.keys() | parts.constants.keys()
     for kind, flat in changing.over_layout.items():
-        if kind == AVERAGE and AVERAGE not in files:
-            continue
-        if kind in (WEIGHTS, AVERAGE):
-            network = files[MODEL if kind == WEIGHTS else AVERAGE]
-            own = {name: array for name, array in network.items() if name not in kept}
+        if kind in NETWORKS:
+            if NETWORKS[kind] not in files:
+                continue
+            own = {name: array for name, array in files[NETWORKS[kind]].items() if name not in kept}
         else:
             prefix = f"{kind}/"
             own = {n.removeprefix(prefix): array for n, array in files[OPTIMIZER].items() if n.startswith(prefix)}
             _check_format(kind, flat, own)
         load_named(flat, parts.layout, own)
     _fill_named(changing.statistics | parts.constants, files[MODEL])
-    if parts.average and AVERAGE in files:
-        _fill_named(split_statistics(parts.model, parts.average.statistics), files[AVERAGE])
+    if AVERAGE in files:
+        _fill_named(changing.averaged, files[AVERAGE])
 
 
 def _check_format(kind: str, flat: Tensor, own: Mapping[str, Tensor]) -> None:
@@ -102,29 +95,34 @@ def _fill_named(places: Mapping[str, Tensor], network: Mapping[str, Tensor]) -> 
         values.copy_(network[name])
 
 
-def find_rows(parts: Parts, world: World, files: Mapping[str, Arrays]) -> Arrays:
+def find_rows(changing: "Changing", world: World, files: Mapping[str, Arrays]) -> Arrays:
     """Each rank's own statistics, if as many ranks wrote the checkpoint; others start from the average."""
     rows = files.get(STATISTICS, {})
-    return {kind: rows[kind] for kind, own in _list_own(parts).items() if _fits(rows.get(kind), own, world)}
+    sizes = {kind: (world.size, _flatten(arrays).numel()) for kind, arrays in _list_own(changing).items()}
+    return {kind: rows[kind] for kind, size in sizes.items() if kind in rows and tuple(rows[kind].shape) == size}
 
 
-def share_rows(parts: Parts, world: World, kinds: list[str], rows: Arrays, source: int) -> None:
+@torch.no_grad()
+def share_rows(changing: "Changing", world: World, kinds: list[str], rows: Arrays, source: int) -> None:
     """Give every rank its row of what rank `source` has read."""
-    for kind, own in _list_own(parts).items():
+    for kind, arrays in _list_own(changing).items():
         if kind not in kinds:
             continue
+        own = _flatten(arrays)
         shared = rows[kind].to(own) if kind in rows else own.new_zeros(world.size, own.numel())
         world.broadcast(shared, source)
-        if kind == RANKS:
-            fill_statistics(parts.model, shared[world.rank])
-        else:
-            own.copy_(shared[world.rank])
+        parts = shared[world.rank].split([array.numel() for array in arrays])
+        for array, part in zip(arrays, parts, strict=True):
+            array.copy_(part.view_as(array))
 
 
-def _list_own(parts: Parts) -> Arrays:
-    """This rank's statistics in one array, a copy, and the average's own array, where there is one."""
-    return {RANKS: flatten_statistics(parts.model)} | ({AVERAGE: parts.average.statistics} if parts.average else {})
+def _list_own(changing: "Changing") -> dict[str, list[Tensor]]:
+    """What each rank has of its own: its statistics, those that are numbers and no counts, and its average's."""
+    groups = {RANKS: changing.statistics, AVERAGE: changing.averaged}
+    own = {kind: [array for array in arrays.values() if array.is_floating_point()] for kind, arrays in groups.items()}
+    return {kind: arrays for kind, arrays in own.items() if any(array.numel() for array in arrays)}
 
 
-def _fits(rows: Tensor | None, own: Tensor, world: World) -> bool:
-    return rows is not None and tuple(rows.shape) == (world.size, own.numel())
+def _flatten(arrays: list[Tensor]) -> Tensor:
+    """A copy of them in one array."""
+    return torch.cat([array.detach().flatten() for array in arrays])

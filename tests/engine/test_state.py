@@ -1,7 +1,10 @@
 """A run's state to disk and back, on the same and on other rank counts."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,22 +15,33 @@ from torch import Tensor, nn
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor, Ledger, plan_step
+from lockstep.data.pipeline import Batch
 from lockstep.engine import checkpoint
+from lockstep.engine import state as state_module
 from lockstep.engine.build import Parts, assemble
-from lockstep.engine.state import State, load_state, save_state, sum_ledger
+from lockstep.engine.state import Changing, State, list_changing, load_state, put_back, save_state, sum_ledger
+from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
+from lockstep.optim.loss_scale import SKIPPED
 from lockstep.optim.schedule import Schedule
 from tests.ranks import run_ranks, world_of_one
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCH, NUM_STEPS = 103, 28, 4, 2
+FIRST_SCALE = 2.0**24  # under which gradients overflow for a few steps
 Arrays = dict[str, Tensor]
 
 ORDER = {"seed": 5, "num_samples": 130}
 
 
-def build_parts(world: World, *, optim: str = "lamb", width: int = 4, norm: bool = True) -> Parts:
+def build_parts(
+    world: World, *, optim: str = "lamb", width: int = 4, norm: bool = True, average: float = 0.0, compute: str = "fp32"
+) -> Parts:
     config = RunConfig.model_validate(
-        {"optim": {"name": optim, "lr": 0.1}, "train": {"global_batch": GLOBAL_BATCH, "duration": "9ep"}}
+        {
+            "optim": {"name": optim, "lr": 0.1, "average": average},
+            "precision": {"compute": compute} | ({"initial_scale": FIRST_SCALE} if compute == "fp16" else {}),
+            "train": {"global_batch": GLOBAL_BATCH, "duration": "9ep"},
+        }
     )
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -121,12 +135,17 @@ def test_every_rank_of_any_count_gets_what_was_saved(saved: tuple[Path, list[tup
         assert (wrote, rule_steps) == (2, 12)
 
 
+def rewrite_manifest(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a checkpoint's manifest and seal it again."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    change(manifest)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+
+
 def forget_ranks(path: Path) -> None:
     """Make the checkpoint one of the version before, that held no rank's own statistics."""
     (path / "statistics.safetensors").unlink()
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["sha256"]["statistics.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest | {"seal": checkpoint._seal(manifest)}))
+    rewrite_manifest(path, lambda manifest: manifest["sha256"].pop("statistics.safetensors"))
 
 
 def test_a_checkpoint_without_the_ranks_own_statistics_still_loads(tmp_path: Path) -> None:
@@ -248,3 +267,193 @@ def test_all_ranks_end_alike_whoever_holds_what_is_not_finite(tmp_path: Path, wh
     sentences = run_ranks(spoil, 2, where, 1, tmp_path)
     assert all("are no longer finite" in sentence for sentence in sentences)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def draw_batch(world: World, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(GLOBAL_BATCH, 3, 3, 3, generator=generator)[world.rank :: world.size]
+    labels = torch.arange(len(images)) % 2
+    return Batch(images, labels, GLOBAL_BATCH, 0, np.arange(len(images)), Cursor())
+
+
+def train_on(world: World, parts: Parts, first: int, last: int) -> dict[str, Tensor]:
+    """Take steps; everything that lasts beyond them, by group and name."""
+    for seed in range(first, last):
+        train_step(parts, draw_batch(world, seed), 0.1)
+    groups = vars(list_changing(parts))
+    return {f"{group} {name}": array.clone() for group, arrays in groups.items() for name, array in arrays.items()}
+
+
+def write_of_old(folder: Path, parts: Parts) -> None:
+    """Give the checkpoint the very state that a manifest of the version before had."""
+    loss_scale = parts.loss_scale.state.tolist() if parts.loss_scale else None
+    old = {
+        "step": 18,
+        "cursor": {"epoch": 1, "position": 0},
+        "ledger": {"value": f"{0:016x}", "count": 0},
+        "rule": "lamb",
+        "rule_steps": int(parts.rule.count),
+        "loss_scale": loss_scale,
+        "world_size": 2,
+        "order": ORDER,
+    }
+    rewrite_manifest(folder / "step-00000018", lambda manifest: manifest.update(state=old))
+
+
+def save_and_train(world: World, folder: Path, compute: str, is_old: bool) -> tuple[Arrays, Arrays]:
+    """What was saved, by a manifest of the version before if asked, and what seven steps more make of it."""
+    parts = build_parts(world, average=0.7, compute=compute)
+    before = train_on(world, parts, 0, 11)
+    save_state(folder, State(step=18, cursor=Cursor(1, 0)), parts, world, ORDER, keep=1)
+    if is_old and world.is_first:
+        write_of_old(folder, parts)
+    return before, train_on(world, parts, 11, 18)
+
+
+def load_and_train(world: World, folder: Path, compute: str) -> tuple[Arrays, Arrays]:
+    parts = build_parts(world, average=0.7, compute=compute)
+    load_state(folder, parts, world, ORDER, pytest.fail)
+    return train_on(world, parts, 0, 0), train_on(world, parts, 11, 18)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_all_that_lasts_beyond_a_step_goes_on_to_the_last_bit(tmp_path: Path, compute: str, is_old: bool) -> None:
+    """On as many ranks; a manifest of the version before said nothing of where gradients overflowed."""
+    whole = run_ranks(save_and_train, 2, tmp_path, compute, is_old)
+    resumed = run_ranks(load_and_train, 2, tmp_path, compute)
+    unknown = {"counters overflows", "counters firsts"} if is_old else set()
+    for expected, found in zip(whole, resumed, strict=True):
+        for before, after in zip(expected, found, strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before.keys() - unknown)
+        assert {"over_layout average", "averaged 1.running_mean", "counters rule_steps"} <= found[0].keys()
+        assert not torch.equal(expected[0]["over_layout weights"], expected[1]["over_layout weights"])
+        if compute == "fp16":
+            assert expected[0]["counters loss_scale"][SKIPPED] > 0
+            assert 0 < expected[0]["counters rule_steps"] < 11
+            assert expected[0]["counters overflows"].sum() > 0
+
+
+def test_the_manifest_names_counters_as_it_always_did(tmp_path: Path) -> None:
+    """Versions before this one read these two, and nothing else that is counted."""
+    world = world_of_one()
+    parts = build_parts(world, compute="fp16")
+    parts.rule.step_count = 12
+    saved = save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+    assert saved
+    state = json.loads((saved.path / "manifest.json").read_text())["state"]
+    assert (state["rule_steps"], type(state["rule_steps"])) == (12, int)
+    assert state["loss_scale"] == [FIRST_SCALE, 0.0, 0.0, 0.0]
+
+
+def count_more(parts: Parts, counters: Arrays) -> Callable[[Parts], Changing]:
+    """`list_changing` with counters added, which a step of these parts might change."""
+
+    def list_more(asked: Parts) -> Changing:
+        changing = list_changing(asked)
+        return replace(changing, counters=changing.counters | counters) if asked is parts else changing
+
+    return list_more
+
+
+def build_counters(value: float) -> Arrays:
+    return {
+        "laps": torch.tensor(value),
+        "share": torch.tensor(value / 3, dtype=torch.float64),
+        "large": torch.tensor(value * 2.0**99),
+        "table": torch.arange(6).view(2, 3) * int(value) - 2**40,
+        "flags": torch.tensor([int(value), 255], dtype=torch.uint8),
+    }
+
+
+def save_counters(world: World, folder: Path) -> None:
+    parts = build_parts(world)
+    state_module.list_changing = count_more(parts, build_counters(7))
+    save_state(folder, State(step=1), parts, world, ORDER, keep=1)
+
+
+def load_counters(world: World, folder: Path) -> Arrays:
+    parts, counters = build_parts(world), build_counters(0)
+    state_module.list_changing = count_more(parts, counters)
+    load_state(folder, parts, world, ORDER, pytest.fail)
+    return counters
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_counter_that_is_added_to_the_list_survives_a_checkpoint_on_every_rank(tmp_path: Path, size: int) -> None:
+    run_ranks(save_counters, 2, tmp_path)
+    for counters in run_ranks(load_counters, size, tmp_path):
+        for name, expected in build_counters(7).items():
+            assert counters[name].dtype == expected.dtype
+            assert torch.equal(counters[name], expected), name
+
+
+def test_a_counter_that_is_added_to_the_list_is_put_back_after_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, counters = build_parts(world_of_one()), build_counters(7)
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, counters))
+    with put_back(parts):
+        for array in counters.values():
+            array.zero_()
+    assert all(torch.equal(counters[name], value) for name, value in build_counters(7).items())
+
+
+def test_a_counter_that_a_checkpoint_lacks_stays_as_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of_one()
+    parts, counters = build_parts(world), build_counters(7)
+    save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, counters))
+    load_state(tmp_path, parts, world, ORDER, pytest.fail)
+    assert all(torch.equal(counters[name], value) for name, value in build_counters(7).items())
+
+
+def test_a_counter_by_the_name_of_something_else_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, parts = world_of_one(), build_parts(world_of_one())
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, {"step": torch.tensor(3.0)}))
+    with pytest.raises(TypeError, match="step"):
+        save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+
+
+def test_a_counter_that_is_not_finite_replaces_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, parts = world_of_one(), build_parts(world_of_one())
+    counters = {"laps": torch.tensor(float("inf"), dtype=torch.float64)}
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, counters))
+    with pytest.raises(LockstepError, match="the laps are no longer finite"):
+        save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("laps", "7"),
+        ("laps", float("nan")),
+        ("laps", 10**39),
+        ("laps", {"a": 1}),
+        ("table", [1, 2, 3, 4, 5, 6.5]),
+        ("table", [0] * 5 + [2**63]),
+        ("flags", [1, 256]),
+        ("flags", [True, 0]),
+        ("flags", [[1, 2]]),
+    ],
+)
+def test_counters_that_cannot_be_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object
+) -> None:
+    world, parts = world_of_one(), build_parts(world_of_one())
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, build_counters(7)))
+    save_state(tmp_path, State(step=5, cursor=Cursor(1, 0)), parts, world, ORDER, keep=2)
+    save_state(tmp_path, State(step=10, cursor=Cursor(2, 0)), parts, world, ORDER, keep=2)
+    rewrite_manifest(tmp_path / "step-00000010", lambda manifest: manifest["state"].update({name: value}))
+    heard: list[str] = []
+    state, _ = load_state(tmp_path, parts, world, ORDER, heard.append)
+    assert state.step == 5
+    assert f"its manifest says nothing possible of {name}" in heard[0]
+
+
+def test_another_number_of_counters_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, parts = world_of_one(), build_parts(world_of_one())
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, {"laps": torch.zeros(3)}))
+    save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+    monkeypatch.setattr(state_module, "list_changing", count_more(parts, {"laps": torch.zeros(2)}))
+    with pytest.raises(LockstepError, match="has 3 numbers of laps and this run 2"):
+        load_state(tmp_path, parts, world, ORDER, pytest.fail)
