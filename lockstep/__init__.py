@@ -6,7 +6,7 @@ from importlib import import_module
 from lockstep.errors import LockstepError, Stop
 
 __version__ = "0.1.0"
-__all__ = ["LockstepError", "Result", "Stop", "__version__", "load", "predict", "train"]
+__all__ = ["LockstepError", "Result", "Stop", "__version__", "evaluate", "export", "load", "predict", "train"]
 
 # CUDA reads this when it starts. By default it feeds a GPU through 8 queues that streams share, so that nvJPEG's work
 # may stand in line behind whole recorded steps; CUDA_DEVICE_MAX_CONNECTIONS=8 lockstep bench input --train shows it.

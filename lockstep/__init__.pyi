@@ -1,4 +1,6 @@
 from lockstep.api import Result as Result
+from lockstep.api import evaluate as evaluate
+from lockstep.api import export as export
 from lockstep.api import load as load
 from lockstep.api import predict as predict
 from lockstep.api import train as train

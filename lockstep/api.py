@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from lockstep.engine.starting import (
     phrase_go_on,
     plan_start,
 )
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Event
 from lockstep.files import read_small
 from lockstep.named import GIVEN, describe, find_name, is_name, name_being_imported
@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lockstep.comm.world import World
+    from lockstep.data.given import GivenImage
     from lockstep.engine.brought import Brought
+    from lockstep.engine.export import Exported
     from lockstep.engine.inference import Prediction, TrainedNetwork
     from lockstep.engine.reuse import Kept
+    from lockstep.engine.scoring import Score
     from lockstep.events import Sink
 
 Settings = Mapping[str, Any] | Sequence[str]
@@ -154,11 +157,179 @@ def load(
     return load_run(run, device=device, average=average, brought=Brought(model=model))
 
 
-def predict(trained: "TrainedNetwork", images: "Sequence[str | Path | bytes]", *, top: int = 5) -> "list[Prediction]":
-    """The `top` classes of each image: files, or encoded images in memory."""
+def predict(
+    trained: "TrainedNetwork", images: "GivenImage | Iterable[GivenImage]", *, top: int = 5
+) -> "list[Prediction]":
+    """The `top` classes of each image: files, encoded images in memory, or PIL's; also of one image alone."""
     from lockstep.engine.inference import predict
 
     return predict(trained, images, top=top)
+
+
+def evaluate(
+    trained: "str | Path | Result | TrainedNetwork",
+    data: Any = None,
+    *,
+    model: "nn.Module | Callable[..., nn.Module] | None" = None,
+    device: "str | Any | None" = None,
+    average: bool | None = None,
+) -> "Score":
+    """How good a network is, class by class: on the run's own validation data, or on `data`, as `train` takes it.
+
+    A network that is loaded is measured as it is, one of a run's folder in the run's own number format. `data` may
+    also be one data set alone. All of it is measured here, in this process.
+    """
+    from lockstep.engine.inference import TrainedNetwork, choose_device, world_of
+    from lockstep.engine.run import explain_failures
+
+    if isinstance(trained, TrainedNetwork):
+        _refuse_with_loaded(model=model, device=device, average=average)
+        world = world_of(trained.device)
+    else:
+        world = world_of(choose_device(device))
+    with _guest_manners(), explain_failures(world):
+        _, result = evaluate_in(world, trained, data, model=model, average=average)
+    assert result is not None  # the only rank is the first
+    return result
+
+
+def evaluate_in(
+    world: "World",
+    trained: "str | Path | Result | TrainedNetwork",
+    data: Any = None,
+    *,
+    model: Any = None,
+    average: bool | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> "tuple[TrainedNetwork, Score | None]":
+    """The same as a rank of a world, which shares the images: the network, and on the first rank what it came to."""
+    import torch
+
+    from lockstep.engine.build import set_number_formats
+    from lockstep.engine.inference import TrainedNetwork, choose_compute, find_run, load_run
+    from lockstep.engine.scoring import open_scored, score
+    from lockstep.recipes.read import load_recipe
+
+    try:
+        if not isinstance(trained, TrainedNetwork):
+            path, brought = _find_run(trained, model)
+            _, config = load_recipe(str(find_run(path)[0] / "config.toml"))
+            # In the run's own number format, whatever the device: the counts shall be the run's own.
+            compute = choose_compute(config, world.device, keeps=True)
+            trained = load_run(path, device=world.device, compute=compute, average=average, warn=warn, brought=brought)
+        source = open_scored(trained, data)
+    except LockstepError as error:
+        if world.size == 1:
+            raise
+        raise SharedError(str(error)) from error  # every rank comes to the same
+    set_number_formats(trained.configure().precision)
+    with torch.cuda.device(world.device) if world.device.type == "cuda" else nullcontext():
+        return trained, score(trained, source, world)
+
+
+def export(
+    trained: "str | Path | Result | TrainedNetwork",
+    format: "str | Sequence[str]" = "safetensors",
+    out: "str | Path | None" = None,
+    *,
+    batch: int | None = None,
+    card: bool = True,
+    model: "nn.Module | Callable[..., nn.Module] | None" = None,
+    average: bool | None = None,
+) -> "list[Exported]":
+    """Write the checkpoint's network for other programs, one file for each format, and a model card beside the first.
+
+    Formats are safetensors, onnx and torch-export. `out` is RUN/export/model with the format's suffix if not given;
+    with several formats each has its suffix. `batch` images at a time, or any number of them.
+    """
+    return list(export_each(trained, format, out, batch=batch, card=card, model=model, average=average))
+
+
+def export_each(
+    trained: "str | Path | Result | TrainedNetwork",
+    format: "str | Sequence[str]",
+    out: "str | Path | None",
+    *,
+    batch: int | None = None,
+    card: bool = True,
+    model: Any = None,
+    average: bool | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+) -> "Iterator[Exported]":
+    """The same, heard of file by file."""
+    from lockstep.engine.export import SUFFIXES, parse_formats
+    from lockstep.engine.export import export as write
+    from lockstep.engine.inference import TrainedNetwork, load_run
+
+    wanted = parse_formats(format if isinstance(format, str) else ",".join(format))
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise LockstepError(f"batch = {show(batch)} is not possible; give a whole number from 1 on, or none for any.")
+    if isinstance(trained, TrainedNetwork):
+        _refuse_with_loaded(model=model, average=average)
+        # From the FP32 weights of its checkpoint: those that are loaded may be rounded, and stay as they are.
+        path, brought, average = trained.checkpoint, trained.brought, trained.is_average
+    else:
+        path, brought = _find_run(trained, model)
+    files: list[Path] = []
+    for kind in wanted:
+        # Each anew: an exporter may leave its marks on a network.
+        with _guest_manners():
+            loaded = load_run(path, device="cpu", compute="fp32", average=average, warn=warn, brought=brought)
+            base = Path(out).expanduser() if out is not None else loaded.run / "export" / "model.safetensors"
+            file = base if out is not None and len(wanted) == 1 else base.with_suffix(SUFFIXES[kind])
+            written = write(loaded, kind, file, batch)
+        files.append(file)
+        yield written
+    if card:
+        _write_card(loaded, files)
+
+
+def find_card(file: Path) -> Path:
+    """Where the model card of an exported file lies."""
+    return file.with_suffix(".md")
+
+
+def _write_card(trained: "TrainedNetwork", files: list[Path]) -> None:
+    from lockstep import __version__
+    from lockstep.engine.export import hide_places
+    from lockstep.events import read_events
+    from lockstep.files import write_whole
+    from lockstep.report.model_card import Subject, build_card
+
+    try:
+        events = read_events(trained.run)
+    except LockstepError:  # weights without records are still weights
+        events = []
+    config, names = hide_places(trained.config), [file.name for file in files]
+    subject = Subject(
+        trained.run.name, trained.step, trained.classes, config, __version__, names, is_average=trained.is_average
+    )
+    target = find_card(files[0])
+    try:
+        write_whole(target, build_card(subject, events))
+    except OSError as error:
+        raise LockstepError(f"{target} cannot be written ({error.strerror}); choose another file.") from None
+
+
+def _find_run(trained: "str | Path | Result", model: Any) -> "tuple[Path, Brought]":
+    """The folder of a run or a checkpoint, and what the program gave to it."""
+    from lockstep.engine.brought import Brought
+
+    if isinstance(trained, Result):
+        return trained.folder, Brought(model=trained._model if model is None else model)
+    if not isinstance(trained, str | Path):
+        raise LockstepError(
+            f"{describe(trained)} is no trained network; give a run's folder, or what lockstep.load gives."
+        )
+    return Path(trained).expanduser(), Brought(model=model)
+
+
+def _refuse_with_loaded(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise LockstepError(
+                f"{name} = … is for a run's folder; this network is loaded already: give it to lockstep.load."
+            )
 
 
 def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, ...], Brought]":
@@ -287,7 +458,7 @@ def _check_start(
     for num_ranks in range(least, most + 1):
         check_shares(start.config, num_ranks)
     if not (is_alone and has_own_data(start.config.data.source)):  # whose labels may take long to ask for
-        open_now = partial(open_sources, start.config.data, progress("Rendering images", Console()), brought)
+        open_now = partial(open_sources, start.config.data, progress("Preparing images", Console()), brought)
         _ = kept.open_sources(start.config.data, open_now) if kept else open_now()
     check_unowned(start.folder)
     if not start.resume:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from lockstep import __version__
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import LockstepError
 from lockstep.processes import quit_on_interrupt
 
 if TYPE_CHECKING:
@@ -56,7 +55,9 @@ def predict(
         from lockstep.report.display import print_plain, progress
 
     _check_targets(json_file, html)
-    files = find_images([place.expanduser() for place in images])
+    files, notes = find_images([place.expanduser() for place in images])
+    for note in notes:
+        _warn(note)
     trained = load_run(run, device=device, average=average, warn=_warn)
     show = progress("Predicting", Console(stderr=True)) if len(files) > FEW_IMAGES else None
     answers = ask(trained, files, top=top, progress=show)
@@ -64,7 +65,7 @@ def predict(
     for answer in answers:
         print_plain(console, f"{answer.name}: {_phrase(answer)}")
     if json_file:
-        _write(json_file, _dump(_list_predictions(trained, answers)))
+        _write(json_file, _dump(_list_predictions(trained, answers, notes)))
     if html:
         _write(html, _draw_sheet(trained, files, answers))
     if broken := [answer for answer in answers if answer.failure]:
@@ -81,7 +82,7 @@ def _phrase(answer: "Prediction") -> str:
     return ", ".join(f"{guess.name} {percent(guess.probability)}" for guess in answer.guesses)
 
 
-def _list_predictions(trained: "TrainedNetwork", answers: "list[Prediction]") -> dict[str, Any]:
+def _list_predictions(trained: "TrainedNetwork", answers: "list[Prediction]", notes: tuple[str, ...]) -> dict[str, Any]:
     return _name_network(trained) | {
         "images": [
             {
@@ -95,6 +96,7 @@ def _list_predictions(trained: "TrainedNetwork", answers: "list[Prediction]") ->
             if not answer.failure
         ],
         "unreadable": [{"file": answer.name, "reason": answer.failure} for answer in answers if answer.failure],
+        "notes": list(notes),
     }
 
 
@@ -123,7 +125,7 @@ def evaluate(
         Path | None,
         typer.Argument(
             parser=Path,
-            help="A folder of class folders, or a pack; the run's own validation data if not given.",
+            help="A folder of what train reads, or class folders; the run's own validation data if not given.",
             metavar="DATA",
         ),
     ] = None,
@@ -135,11 +137,12 @@ def evaluate(
 ) -> None:
     """Measure a run's network: top-1, top-5, class by class, and what it takes for what."""
     with quit_on_interrupt():
+        from lockstep.api import evaluate_in
         from lockstep.comm.world import join_world, read_membership
-        from lockstep.engine.inference import choose_compute, find_run, load_run
+        from lockstep.engine.inference import find_run, load_run
         from lockstep.engine.launch import choose_num_ranks, launch_ranks
         from lockstep.engine.run import explain_failures
-        from lockstep.engine.scoring import open_scored, score
+        from lockstep.engine.scoring import open_scored
         from lockstep.engine.template import Template
         from lockstep.recipes.read import load_recipe
 
@@ -151,6 +154,8 @@ def evaluate(
         with Template() as template:
             _, num_ranks = choose_num_ranks(ranks)
             if num_ranks > 1:
+                # Once, before any rank starts: it may have to be indexed or packed, and what is wrong is said once.
+                _ = open_scored(load_run(run, device="cpu", average=average), str(data) if data else None)
                 arguments = ["evaluate", str(run), *([str(data)] if data else [])]
                 arguments += [f"--json={json_file}"] if json_file else []
                 arguments += [] if average is None else ["--average" if average else "--no-average"]
@@ -159,19 +164,8 @@ def evaluate(
         join_world(membership, backend=config.comm.backend, timeout_s=config.comm.timeout_s) as world,
         explain_failures(world),
     ):
-        try:
-            # In the run's own number format, whatever the device: the counts shall be the run's own.
-            trained = load_run(
-                run,
-                device=world.device,
-                compute=choose_compute(config, world.device, keeps=True),
-                average=average,
-                warn=_warn if world.is_first else _ignore,
-            )
-            source = open_scored(trained, data)
-        except LockstepError as error:  # every rank comes to the same
-            raise SharedError(str(error)) from None
-        result = score(trained, source, world)
+        warn = _warn if world.is_first else _ignore
+        trained, result = evaluate_in(world, run, str(data) if data else None, average=average, warn=warn)
     if result:
         told = f"the validation data of {trained.run.name}" if data is None else str(data)
         _show_score(trained, result, told)
@@ -191,6 +185,8 @@ def _show_score(trained: "TrainedNetwork", result: "Score", told: str) -> None:
     if absent:
         listed = ", ".join(absent[:MOST_SHOWN]) + (", …" if len(absent) > MOST_SHOWN else "")
         print_plain(console, f"{len(absent):,} of the network's {len(names):,} classes have no image here: {listed}")
+    for note in result.notes:
+        print_plain(console, note)
     for name in result.unreadable[:MOST_SHOWN]:
         print_plain(console, f"left out: {name}")
     if len(result.unreadable) > MOST_SHOWN:
@@ -232,6 +228,7 @@ def _list_score(trained: "TrainedNetwork", result: "Score", told: str) -> dict[s
             for label, answer, times in result.confusion
         ],
         "unreadable": result.unreadable,
+        "notes": list(result.notes),
     }
 
 
@@ -251,44 +248,21 @@ def export(
 ) -> None:
     """Write a run's network for other programs, each file checked against the network before it is there."""
     with quit_on_interrupt():
-        from lockstep.engine.export import SUFFIXES, TOLERANCE, parse_formats
-        from lockstep.engine.export import export as write
-        from lockstep.engine.inference import load_run
+        from lockstep.api import export_each, find_card
+        from lockstep.engine.export import TOLERANCE
         from lockstep.report.phrases import size
 
-    wanted = parse_formats(formats)
     if batch != "dynamic" and not (batch.isascii() and batch.isdecimal() and len(batch) < 8 and int(batch) > 0):
         raise LockstepError(f'--batch {batch[:40]} is not possible; give a number from 1 on, or "dynamic".')
     files: list[Path] = []
-    for kind in wanted:
-        # Each anew: an exporter may leave its marks on a network.
-        trained = load_run(run, device="cpu", compute="fp32", average=average, warn=_warn)
-        base = out.expanduser() if out else trained.run / "export" / "model.safetensors"
-        file = base if out and len(wanted) == 1 else base.with_suffix(SUFFIXES[kind])
-        written = write(trained, kind, file, None if batch == "dynamic" else int(batch))
-        files.append(file)
+    count = None if batch == "dynamic" else int(batch)
+    for written in export_each(run, formats, out, batch=count, card=card, average=average, warn=_warn):
+        files.append(written.file)
         agrees = f"; its logits are the network's to within {written.difference:.1e}, {TOLERANCE:g} being allowed"
-        print(f"Wrote {file} ({size(written.num_bytes)}){'' if kind == 'safetensors' else agrees}.")
+        is_checked = written.kind != "safetensors"
+        print(f"Wrote {written.file} ({size(written.num_bytes)}){agrees if is_checked else ''}.")
     if card:
-        target = files[0].with_suffix(".md")
-        _write(target, _draw_card(trained, files))
-
-
-def _draw_card(trained: "TrainedNetwork", files: list[Path]) -> str:
-    from lockstep.engine.export import hide_places
-    from lockstep.events import read_events
-    from lockstep.report.model_card import Subject, build_card
-
-    try:
-        events = read_events(trained.run)
-    except LockstepError:  # weights without records are still weights
-        events = []
-    config = hide_places(trained.config)
-    names = [file.name for file in files]
-    subject = Subject(
-        trained.run.name, trained.step, trained.classes, config, __version__, names, is_average=trained.is_average
-    )
-    return build_card(subject, events)
+        print(f"Wrote {find_card(files[0])}")
 
 
 def name_weights(trained: "TrainedNetwork") -> str:

@@ -1,6 +1,7 @@
 """Lockstep from a program: its own network, data, loss and ears, on one rank and on two, in real runs."""
 
 import asyncio
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 
 import lockstep
 from lockstep.apart import _judge
@@ -61,6 +64,70 @@ def test_objects_train_here_and_the_trained_network_can_be_used(tmp_path: Path) 
     assert all(torch.equal(value, saved[name]) for name, value in trained.network.state_dict().items())
     [red] = lockstep.predict(trained, [own.draw(7, 7, 0)], top=2)
     assert {guess.name for guess in red.guesses} == {"0", "1"}
+
+
+def test_a_network_and_data_without_names_are_measured_and_exported(tmp_path: Path) -> None:
+    """By the result, by what is loaded, and by the folder with the objects given again."""
+    net, data = build_net(num_classes=2), (Pictures(40), Pictures(10, seed=1))
+    result = train(tmp_path / "a", data=data, model=net)
+    told = [event for event in commands.events(result.folder) if isinstance(event, Evaluated)][-1]
+    tf32, threads = torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()
+    for score in (
+        lockstep.evaluate(result, data),
+        lockstep.evaluate(result.load(), lambda: data),
+        lockstep.evaluate(tmp_path / "a", data[1], model=net),
+    ):
+        assert (score.accuracy.correct1, score.accuracy.total, score.accuracy.loss) == (told.correct1, 10, told.loss)
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.get_num_threads()) == (tf32, threads)
+    assert lockstep.evaluate(result, Pictures(7, seed=5)).accuracy.total == 7
+
+    [written] = lockstep.export(result, "safetensors", tmp_path / "out" / "net.bin", card=False)
+    saved = load_file(tmp_path / "out" / "net.bin")
+    assert os.listdir(tmp_path / "out") == ["net.bin"]
+    trained = result.load()
+    assert all(torch.equal(value, saved[name]) for name, value in trained.network.state_dict().items())
+    assert written.file == tmp_path / "out" / "net.bin"
+    noise = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = trained.network(noise)
+    lockstep.export(trained, ["safetensors", "torch-export"])
+    assert sorted(os.listdir(tmp_path / "a" / "export")) == ["model.md", "model.pt2", "model.safetensors"]
+    with torch.inference_mode():
+        assert torch.equal(trained.network(noise), before)  # what is loaded stays as it is
+    program = torch.export.load(tmp_path / "a" / "export" / "model.pt2").module()
+    assert torch.allclose(program(noise), before, atol=1e-5)
+
+
+def test_what_cannot_be_measured_or_exported_is_one_sentence(tmp_path: Path) -> None:
+    net, data = build_net(num_classes=2), (Pictures(40), Pictures(10, seed=1))
+    result = train(tmp_path / "a", data=data, model=net)
+    model_wanted = r"model\.name = .given. .*as model=… of .*lockstep\.evaluate or lockstep\.export\."
+    for sentence, call in (
+        (model_wanted, lambda: lockstep.export(result.folder)),
+        (r"data\.source = .given. .*as data=… of .* or lockstep\.evaluate\.", lambda: lockstep.evaluate(result)),
+        ("no trained network; give a run's folder", lambda: lockstep.evaluate(net)),  # type: ignore[arg-type]
+        ("device = … is for a run's folder", lambda: lockstep.evaluate(result.load(), device="cpu")),
+        ("There is no format 'tflite'", lambda: lockstep.export(result, "tflite")),
+        ("batch = 0 is not possible", lambda: lockstep.export(result, batch=0)),
+        ("cannot be written", lambda: lockstep.export(result, out=tmp_path)),
+    ):  # fmt: skip
+        with pytest.raises(lockstep.LockstepError, match=sentence):
+            call()
+
+
+def test_one_image_alone_and_pil_images_are_predicted(tmp_path: Path) -> None:
+    trained = train(tmp_path / "a").load()
+    (tmp_path / "x.png").write_bytes(own.draw(7, 7, 0))
+    [expected] = lockstep.predict(trained, [own.draw(7, 7, 0)])
+    picture = Image.open(io.BytesIO(own.draw(7, 7, 0)))
+    for image in (str(tmp_path / "x.png"), tmp_path / "x.png", own.draw(7, 7, 0), picture, [picture]):
+        [found] = lockstep.predict(trained, image)
+        assert found.failure == ""
+        for one, other in zip(found.guesses, expected.guesses, strict=True):
+            assert one.name == other.name
+            assert one.probability == pytest.approx(other.probability, abs=0.01)
+    with pytest.raises(lockstep.LockstepError, match="Image 0 comes as Tensor"):
+        lockstep.predict(trained, torch.zeros(2, 3, 4, 4))
 
 
 def test_a_loss_equal_to_the_built_in_one_gives_identical_bits(tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
             (tmp_path / f"{file[1]}.py").write_text(block[1])
         else:
             exec(compile("\n" * line + block[1], str(PAGE), "exec"), names)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     # What the page says of them.
     assert names["result"].summary["N"] == 2
     assert names["result"].summary["status"] in ("interrupted", "finished")  # it may end before it hears the word
+    assert names["score"].accuracy.total == 40
+    assert (tmp_path / "birds.pt2").stat().st_size == names["file"].num_bytes
+    assert (tmp_path / "birds.md").is_file()
     assert names["prediction"].guesses[0].name == "robin"
     assert names["trained"].classes == ("robin", "bluetit")
     assert (tmp_path / "runs" / "two" / "report.html").is_file()

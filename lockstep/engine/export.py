@@ -44,6 +44,7 @@ class Exported:
     """What was written."""
 
     file: Path
+    kind: Format
     num_bytes: int
     difference: float  # the largest between its logits and the network's, as a share of the largest logit
 
@@ -95,8 +96,10 @@ def export(trained: TrainedNetwork, kind: Format, file: Path, batch: int | None 
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, data)
     except OSError as error:
-        raise LockstepError(f"{file} cannot be written ({error.strerror}); choose another --out.") from None
-    return Exported(file, len(data), difference)
+        raise LockstepError(
+            f"{file} cannot be written ({error.strerror}); choose another file to write to (out)."
+        ) from None
+    return Exported(file, kind, len(data), difference)
 
 
 def describe(trained: TrainedNetwork) -> dict[str, str]:

@@ -11,8 +11,8 @@ was measured.
 import contextlib
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World, count_cores
 from lockstep.config import RunConfig
-from lockstep.data.given import GivenImages
+from lockstep.data.given import GivenImage, GivenImages, list_given
 from lockstep.engine.brought import NOTHING, Brought
 from lockstep.engine.build import HALF, build_eval_pipeline, build_layout, build_network, set_number_formats
 from lockstep.engine.checkpoint import (
@@ -60,6 +60,7 @@ class TrainedNetwork:
     step: int
     device: torch.device
     is_average: bool = False  # whether its weights are the average of the run's
+    brought: Brought = field(default=NOTHING, repr=False)  # what the program gave, to load it once more
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,6 +135,7 @@ def load_run(
         step=int(checkpoint.path.name.rpartition("-")[2]),
         device=device,
         is_average=kind == AVERAGE,
+        brought=brought,
     )
 
 
@@ -251,18 +253,19 @@ def world_of(device: torch.device) -> World:
 @torch.no_grad()
 def predict(
     trained: TrainedNetwork,
-    images: Sequence[str | Path | bytes],
+    images: GivenImage | Iterable[GivenImage],
     *,
     top: int = 5,
     progress: Progress | None = None,
 ) -> list[Prediction]:
-    """The `top` classes of each image, in the order given: files, or encoded images in memory.
+    """The `top` classes of each image, in the order given: files, encoded images in memory, PIL's; one alone will do.
 
     An image that cannot be read has no guesses and says why. `progress` hears (done, total).
     """
-    if not images:
+    given = list_given(images)
+    if not given:
         return []
-    source = GivenImages(images)
+    source = GivenImages(given)
     top = max(1, min(top, len(trained.classes)))
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
@@ -280,9 +283,9 @@ def predict(
                     pairs = zip(places, of_image, strict=True)
                     guesses[sample] = tuple(Guess(label, trained.classes[label], value) for label, value in pairs)
             if progress:
-                progress(batch.cursor.position, len(images))
+                progress(batch.cursor.position, len(given))
         reasons = dict(batches.bad)
-    names = [source.name(place) for place in range(len(images))]
+    names = [source.name(place) for place in range(len(given))]
     return [
         Prediction(name, guesses.get(place, ()), _strip(reasons.get(place, ""), name))
         for place, name in enumerate(names)

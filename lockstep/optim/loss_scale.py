@@ -5,7 +5,6 @@ overflowed is skipped and halves the scale; many good steps in a row double it. 
 device: the host reads them when it logs, never during a step. All ranks see the same sums and so decide alike.
 """
 
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,11 +70,3 @@ class LossScale:
     def arrays(self) -> dict[str, Tensor]:
         """All that steps change of it."""
         return {"loss_scale": self.state, "overflows": self.overflows, "firsts": self.firsts}
-
-    def save(self) -> list[float]:
-        """What a checkpoint holds of it."""
-        return self.state.tolist()
-
-    def load(self, state: Sequence[float]) -> None:
-        """Go on from a saved state."""
-        self.state.copy_(torch.tensor(state))

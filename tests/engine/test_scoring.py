@@ -1,10 +1,16 @@
 """How good a network is: the run's own counts again, and others counted by hand."""
 
+import io
+import json
 import shutil
+import tarfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
 from lockstep.comm.world import World
 from lockstep.data.pack import pack_folder
@@ -14,11 +20,11 @@ from lockstep.engine.scoring import Score, open_scored, score
 from lockstep.errors import LockstepError
 from lockstep.events import Evaluated, Event, Sink, read_events
 from lockstep.report.run import SilentSink
-from tests.engine.conftest import NUM_VAL, tiny_config
+from tests.engine.conftest import NUM_VAL, make_run, tiny_config
 from tests.ranks import run_ranks, world_of_one
 
 
-def measure(run: Path, data: Path | None = None) -> Score:
+def measure(run: Path, data: Any = None) -> Score:
     trained = load_run(run)
     result = score(trained, open_scored(trained, data), world_of(trained.device))
     assert result is not None
@@ -73,7 +79,8 @@ def test_another_folder_is_matched_by_names_also_with_fewer_classes(
     for name in ("triangle", "cross"):  # not in the network's order, and not its numbers
         shutil.copytree(named_images / "train" / name, tmp_path / "test" / name)
     found = measure(trained_run, tmp_path)
-    assert found == measure(trained_run, tmp_path / "test")
+    assert found.notes == (f"There is no val/ in {tmp_path}; test/ serves as the validation split.",)
+    assert replace(found, notes=()) == measure(trained_run, tmp_path / "test")
     trained = load_run(trained_run)
     present = {trained.classes[place]: total for place, (_, total) in enumerate(found.classes) if total}
     assert present == {"cross": 13, "triangle": 13}
@@ -87,6 +94,116 @@ def test_another_folder_is_matched_by_names_also_with_fewer_classes(
 def test_a_pack_counts_as_its_folder(trained_run: Path, named_images: Path, tmp_path: Path) -> None:
     pack_folder(named_images, tmp_path / "pack", shard_mb=0.05, workers=1)
     assert measure(trained_run, tmp_path / "pack") == measure(trained_run)
+
+
+def list_samples(folder: Path) -> list[tuple[str, bytes]]:
+    """Class and bytes of every image below a folder of class folders."""
+    return [(file.parent.name, file.read_bytes()) for file in sorted(folder.rglob("*.jpeg"))]
+
+
+def write_tar(path: Path, samples: list[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for number, (name, data) in enumerate(samples):
+            for suffix, content in (("cls", name.encode()), ("jpg", data)):
+                member = tarfile.TarInfo(f"{number:04d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture
+def plain_run(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of three classes whose names are words, and a cache of its own."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "val"):
+        for name, shape in (("one", "bar"), ("two", "star"), ("three", "ring")):
+            shutil.copytree(images / split / shape, tmp_path / "data" / split / name)
+    return make_run(tmp_path / "run", tiny_config(tmp_path / "data"))
+
+
+def same_counts(found: Score, expected: Score) -> bool:
+    """But for the order in which FP32 losses were added up."""
+    return (found.classes, sorted(found.confusion)) == (expected.classes, sorted(expected.confusion))
+
+
+def test_plain_tar_files_count_as_their_folder(plain_run: Path, tmp_path: Path) -> None:
+    expected = measure(plain_run)
+    assert expected.accuracy.total == 15
+    data, wds = tmp_path / "data", tmp_path / "wds"
+    write_tar(wds / "set-train-0.tar", list_samples(data / "train")[:4] + list_samples(data / "train")[-4:])
+    write_tar(wds / "set-test-0.tar", list_samples(data / "val"))
+    found = measure(plain_run, wds)
+    assert same_counts(found, expected)
+    assert any("its test files (set-test-0.tar, …) serve as the validation split" in note for note in found.notes)
+    # Where nothing is for training, all of it is measured.
+    write_tar(tmp_path / "alone" / "0.tar", list_samples(data / "val")[:10])
+    write_tar(tmp_path / "alone" / "1.tar", list_samples(data / "val")[10:])
+    assert same_counts(measure(plain_run, tmp_path / "alone"), expected)
+
+
+def test_tar_files_beside_class_folders_are_not_the_data(plain_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "data" / "val", tmp_path / "alone")
+    write_tar(tmp_path / "alone" / "all.tar", [("zebra", b"")])
+    assert same_counts(measure(plain_run, tmp_path / "alone"), measure(plain_run))
+
+
+def test_parquet_files_count_as_their_folder(plain_run: Path, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "set").mkdir()
+    for split, name in (("train", "train-0.parquet"), ("val", "test-0.parquet")):
+        samples = list_samples(tmp_path / "data" / split)
+        columns = {
+            "image": [{"bytes": data, "path": None} for _, data in samples],
+            "label": [one for one, _ in samples],
+        }
+        parquet.write_table(arrow.table(columns), tmp_path / "set" / name)
+    found = measure(plain_run, tmp_path / "set")
+    assert same_counts(found, measure(plain_run))
+
+
+@pytest.mark.parametrize("place", ["test", ""])
+def test_a_folder_with_a_table_of_labels_counts_as_its_class_folders(
+    plain_run: Path, tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "table" / place
+    folder.mkdir(parents=True)
+    rows = []
+    for number, (name, data) in enumerate(list_samples(tmp_path / "data" / "val")):
+        (folder / f"{number}.jpeg").write_bytes(data)
+        rows.append(json.dumps({"file_name": f"{number}.jpeg", "label": name}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows))
+    found = measure(plain_run, tmp_path / "table")
+    assert same_counts(found, measure(plain_run))
+    assert "Labels come from the column label" in found.notes[0]
+
+
+def test_what_was_split_off_is_what_is_measured_again(plain_run: Path, tmp_path: Path) -> None:
+    """Also: what is left out is said."""
+    config = load_run(plain_run).config
+    data = config.data.model_copy(update={"path": str(tmp_path / "data" / "train"), "val_share": 0.4})
+    (tmp_path / "data" / "train" / "one" / "a.heic").write_bytes(b"x")
+    run = make_run(tmp_path / "split", config.model_copy(update={"data": data}))
+    found = measure(run)
+    assert 0 < found.accuracy.total < 39
+    assert any("data.val_share = 0.4 keeps" in note for note in found.notes)
+    assert any("1 .heic, such as one/a.heic" in note for note in found.notes)
+    assert measure(run, tmp_path / "data" / "train") == found
+
+
+def test_objects_are_measured_alone_in_pairs_by_functions_and_by_name(plain_run: Path, tmp_path: Path) -> None:
+    expected = measure(plain_run)
+    names = ("one", "two", "three")
+    samples = [(data, names.index(name)) for name, data in list_samples(tmp_path / "data" / "val")]
+    forms: tuple[Any, ...] = (samples, ([], samples), lambda: ([], samples), lambda: samples)
+    for data in forms:
+        assert same_counts(measure(plain_run, data), expected)
+    two = [(Image.open(io.BytesIO(samples[0][0])), 0), samples[-1]]  # no pair of data sets
+    assert measure(plain_run, two).accuracy.total == 2
+    with pytest.raises(LockstepError, match=r"^data failed: ZeroDivisionError: division by zero"):
+        measure(plain_run, lambda: 1 / 0)
+    assert measure(plain_run, "tests.own:open_pictures").accuracy.total == 10
+    with pytest.raises(LockstepError, match=r"Sample 0 of the validation data \(list\) has label 3"):
+        measure(plain_run, [(samples[0][0], 3)])
 
 
 def test_a_class_that_the_network_does_not_know_is_a_sentence(

@@ -9,10 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.config import to_toml
+from lockstep.engine.checkpoint import save_checkpoint
 from lockstep.errors import LockstepError
 from lockstep.events import Evaluated, read_events
+from lockstep.recipes.read import load_recipe
 from tests.engine import commands
 from tests.engine.conftest import STRANGE, make_run, tiny_config
+from tests.own import build_net
 
 RUNNER = CliRunner()
 
@@ -92,6 +96,63 @@ def test_evaluate_on_some_of_the_classes_says_which_are_absent(
     told = lockstep("evaluate", trained_run, tmp_path, "--ranks", 1)
     assert "9 of the network's 10 classes have no image here: " in told
     assert f"on {tmp_path}: 5 images" in told
+
+
+def test_what_is_left_out_or_serves_for_something_else_is_said(
+    trained_run: Path, named_images: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(named_images / "val" / "star", tmp_path / "test" / "star")
+    for name in ("a.heic", "b.avif", "c.txt"):
+        (tmp_path / "test" / "star" / name).write_bytes(b"x")
+    told = lockstep("evaluate", trained_run, tmp_path, "--ranks", 1, "--json", tmp_path / "e.json")
+    assert "test/ serves as the validation split" in told
+    assert "3 files in" in told
+    assert len(json.loads((tmp_path / "e.json").read_text())["notes"]) == 2
+    status, out, err = commands.run("predict", str(trained_run), "test", "--json=p.json", cwd=tmp_path)
+    assert (status, len(out.splitlines())) == (0, 6)  # five images, one file
+    assert err.startswith("lockstep: 3 of the files there are left out")
+    assert all(f"1 {kind}" in err for kind in (".heic", ".avif", ".txt"))
+    assert json.loads((tmp_path / "p.json").read_text())["notes"] == [err.strip().removeprefix("lockstep: ")]
+
+
+def test_several_ranks_evaluate_a_set_that_has_to_be_packed_first(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    make_run(tmp_path / "run", tiny_config(images))
+    (tmp_path / "set").mkdir()
+    for split in ("train", "val"):
+        labels = ["one", "two", "three"] * 4
+        photos = [file.read_bytes() for file in sorted((images / split / "star").iterdir())[:3]] * 4
+        columns = {"image": [{"bytes": photo, "path": None} for photo in photos], "label": labels}
+        parquet.write_table(arrow.table(columns), tmp_path / "set" / f"{split}-0.parquet")
+    status, out, err = commands.run("evaluate", "run", "set", "--ranks=2", cwd=tmp_path)
+    assert status == 0, err
+    assert "on set: 12 images" in out
+    status, out, err = commands.run("evaluate", "run", "cache", "--ranks=2", cwd=tmp_path)
+    assert status == 1
+    assert err.count("The network knows no class of the name") == 1
+
+
+def test_a_network_of_ones_own_is_found_from_anywhere_by_pythonpath(tmp_path: Path) -> None:
+    """And not by itself: what a run's folder names is code, which may lie anywhere."""
+    for name in ("nets", "elsewhere", "run"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "nets" / "mynets.py").write_text("from tests.own import build_net\n")
+    settings = ["model.name=mynets:build_net", "data.image_size=16", "data.eval_resize=16"]
+    (tmp_path / "run" / "config.toml").write_text(to_toml(load_recipe("quickstart", settings)[1]))
+    files = {"model": build_net(num_classes=2).state_dict()}
+    save_checkpoint(tmp_path / "run" / "checkpoints", 1, files, {"classes": ["0", "1"]}, keep=1)
+    asked = ("evaluate", "../run", "tests.own:open_pictures", "--ranks=1")
+    status, _, err = commands.run(*asked, cwd=tmp_path / "elsewhere")
+    assert status == 1
+    assert "start from the folder that holds mynets" in err
+    assert "add that folder to PYTHONPATH" in err
+    places = os.pathsep.join((commands.MODULES["PYTHONPATH"], str(tmp_path / "nets")))
+    status, out, err = commands.run(*asked, cwd=tmp_path / "elsewhere", PYTHONPATH=places)
+    assert (status, err) == (0, "")
+    assert "10 images" in out
 
 
 def test_top5_of_few_classes_is_left_out_with_a_word(images: Path, tmp_path: Path) -> None:

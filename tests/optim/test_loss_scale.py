@@ -81,11 +81,3 @@ def test_the_numbers_of_a_skipped_step_are_dropped(bad: tuple[str, ...], expecte
     assert scale.drop_skipped(torch.tensor([1.0, 2.0])).tolist() == expected
     if bad:
         assert scale.drop_skipped(torch.tensor([float("nan")])).tolist() == [0.0]
-
-
-def test_a_saved_state_goes_on() -> None:
-    scale, other = LossScale(LAYOUT), LossScale(LAYOUT)
-    settle(scale, "a")
-    settle(scale)
-    other.load(scale.save())
-    assert torch.equal(other.state, scale.state)
