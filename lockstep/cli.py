@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -193,19 +193,18 @@ def tune(
             _show_profile(chosen.profile, folder, console)
 
 
-def _show_profile(profile: "Profile", folder: Path, console: Console, source: str = "measured") -> None:
+def _show_profile(
+    profile: "Profile", folder: Path, console: Console, source: Literal["measured", "remembered"] = "measured"
+) -> None:
     """What was measured, what was chosen, and why."""
-    from lockstep.plan.choose import explain_choice
-    from lockstep.report.phrases import describe_measuring, describe_trials
-    from lockstep.report.plan_tables import build_message_table, describe_fits, describe_setup
+    from lockstep.report.plan_tables import build_message_table, describe_choice, describe_fits, describe_setup
 
     for line in describe_setup(profile.setup):
-        console.print(line, highlight=False)
-    how = describe_measuring(source, profile.seconds)
-    console.print(f"{how}, kept in {folder}", highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"kept in {folder}", highlight=False, soft_wrap=True)
     if profile.messages:
         console.print(build_message_table(profile.messages))
-    for line in [*describe_fits(profile.fits), *describe_trials(explain_choice(profile.trials), profile.setup.batch)]:
+    for line in [*describe_fits(profile.fits), *describe_choice(profile, source)]:
         console.print(line, highlight=False, soft_wrap=True)
     console.print()
 

@@ -527,7 +527,11 @@ class CommConfig(Section):
     )
     cluster: str = Field(default="", description="a cluster file; the nodes are found from host names if empty")
     tune_s: float = Field(
-        default=20.0, ge=0, le=LONGEST_S, description="longest time for measuring before step 0; 0: not at all"
+        default=20.0,
+        ge=0,
+        le=LONGEST_S,
+        description="longest time for measuring before step 0, beyond one rehearsed and one sent step and compiling; "
+        "0: nothing is sent, and only a GPU's ways to execute the step are compared",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=LONGEST_S, description="a rank silent for this long ends the run, in seconds"

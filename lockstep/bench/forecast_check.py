@@ -48,7 +48,6 @@ from lockstep.plan.device import BatchTime
 from lockstep.plan.shared_cores import Cores, Crowd, Sum, share_cores
 from lockstep.plan.simulate import StepParts, simulate
 
-SHAPES = ((1, 2), (2, 2), (2, 4), (4, 4))
 CUTS = (
     (0.5, True),
     (4.0, True),

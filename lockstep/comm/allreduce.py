@@ -49,6 +49,7 @@ class Groups:
     process_group: dist.ProcessGroup | None  # of all ranks, for these messages alone; None in a world of one
     scratch: Scratch = field(default_factory=Scratch, repr=False)
     window: Window | None = field(default=None, repr=False)  # inside this rank's node, where ranks can have one
+    nodes: tuple[tuple[int, ...], ...] = ()  # that windows were opened in
 
     @property
     def num_ranks(self) -> int:
@@ -65,8 +66,8 @@ class Groups:
 
     @property
     def is_windowed(self) -> bool:
-        """Whether this rank's group has memory in common."""
-        return self.window is not None and self.window.members == self.own
+        """Whether groups move their bytes through memory in common: all of them or none, as all cut buffers alike."""
+        return self.window is not None and set(self.members) <= set(self.nodes)
 
 
 Algorithm = Callable[[Tensor, Groups], None]
@@ -91,7 +92,7 @@ def build_groups(
     if sorted(member for group in members for member in group) != list(range(num_ranks)):
         raise LockstepError(f"The groups {members} must hold each of the {num_ranks} ranks once; plan them again.")
     if share is not None:
-        return Groups(rank, members, share.process_group, share.scratch, share.window)
+        return Groups(rank, members, share.process_group, share.scratch, share.window, share.nodes)
     if num_ranks == 1:
         return Groups(rank, members, None)
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -101,7 +102,7 @@ def build_groups(
     window = None
     if dist.get_backend(process_group) == "gloo" and any(len(node) > 1 for node in nodes):
         window = open_window(nodes, rank, timeout_s)
-    return Groups(rank, members, process_group, window=window)
+    return Groups(rank, members, process_group, window=window, nodes=tuple(map(tuple, nodes)))
 
 
 def flat(buffer: Tensor, groups: Groups) -> None:

@@ -75,8 +75,8 @@ class Channel:
     """One lane for communication. After an error it runs nothing more: the ranks are no longer in step."""
 
     def __init__(self, device: torch.device) -> None:
-        # First in line whenever the device has room for another kernel: all ranks wait for what is sent.
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        # First in line whenever the device has room for another kernel: all ranks wait for what is sent. None on a CPU.
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self.times = False  # whether work notes when it began and ended, on a GPU by the device's clock
         self._queue: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -88,11 +88,11 @@ class Channel:
         Without one it runs after all that the current stream was given so far: that is what writes the gradients.
         """
         pending = Pending(function)
-        if self._stream is not None:
+        if self.stream is not None:
             if after is None:
-                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+                self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
             else:
-                self._stream.wait_event(after)
+                self.stream.wait_event(after)
             self._run(pending)
             return pending
         if self._thread is None:
@@ -114,7 +114,7 @@ class Channel:
             pending.fail(self._error)
         else:
             # close() may have set its error meanwhile: the first one stays.
-            error = pending.run(self._stream, timed=self.times)
+            error = pending.run(self.stream, timed=self.times)
             self._error = self._error or error
 
     def _work(self) -> None:

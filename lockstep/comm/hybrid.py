@@ -4,20 +4,31 @@ All ranks run the same choices in the same order on one channel, so the result d
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.allreduce import ALGORITHMS, Groups, build_groups
+from lockstep.comm.allreduce import ALGORITHMS, Groups, Scratch, build_groups
 from lockstep.comm.channel import Channel, Pending
 from lockstep.comm.cost import FLAT, Choice
 from lockstep.comm.moment import Moment, take_moment
 from lockstep.comm.topology import Topology, plan_groups
+from lockstep.comm.window import Spans, Window
 from lockstep.comm.wire import Wire
 
 PIECE = 1 << 16  # elements whose squares are added up at a time
+
+
+class PlannedSum(NamedTuple):
+    """A sum that is to be made: elements, how, and how many of the last ones travel in FP32 whatever the wire."""
+
+    buffer: Tensor
+    choice: Choice
+    num_exact: int = 0
 
 
 class Sum(Protocol):
@@ -87,6 +98,33 @@ class Hybrid:
         is_flat = self._wire.is_plain and all(choice == FLAT for choice in choices)
         self._is_left_to_torch = is_flat and self._device.type == "cpu"
 
+    def reserve(self, sums: Iterable[PlannedSum]) -> None:
+        """Take the memory that these sums need beside their buffers: a lack of it shows here, where nobody waits.
+
+        No other rank takes part: the very code that sums runs on arrays without memory and counts what it takes.
+        """
+        for buffer, choice, num_exact in sums:
+            groups = self._groups.get(choice.group_size)
+            if groups is None:  # whoever stands in for a network has none
+                continue
+            tally = Tally()
+            still = replace(
+                groups, process_group=None, scratch=tally, window=StillWindow(groups.window) if groups.window else None
+            )
+            algorithm = ALGORITHMS[choice.algorithm] if choice != FLAT else _leave  # which has memory of its own
+            self._wire.sum(_build_blank(buffer.numel(), buffer.dtype), algorithm, still, num_exact)
+            stream = self.channel.stream  # whose memory is given back in its own order
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                for purpose, num_bytes in tally.num_bytes.items():
+                    if self._is_on_device(purpose, buffer, groups):
+                        groups.scratch.take(purpose, num_bytes, torch.uint8, buffer.device)
+
+    def _is_on_device(self, purpose: str, buffer: Tensor, groups: Groups) -> bool:
+        """Whether scratch lies where the buffer does; Gloo sums a GPU's on the host, whose memory is not short."""
+        if not buffer.is_cuda or dist.get_backend(groups.process_group) != "gloo":
+            return True
+        return purpose == "wire" and self._wire.division != "fp32"
+
     def start(self, buffer: Tensor, choice: Choice, num_exact: int = 0, after: torch.cuda.Event | None = None) -> Sum:
         """Begin to sum a buffer in place; what is started first is summed first.
 
@@ -122,6 +160,49 @@ class Hybrid:
         self.channel.close()
         for window in {groups.window for groups in self._groups.values() if groups.window}:
             window.close()
+
+
+class Blank(Tensor):
+    """An array without memory: it is cut as any other, and what would be written to it is not computed.
+
+    PyTorch's own such arrays would import half of its compiler to add two of them, which takes a second.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.copy_):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _build_blank(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta").as_subclass(Blank)
+
+
+class Tally(Scratch):
+    """Counts the bytes that are taken for each purpose, and gives arrays without memory."""
+
+    def __init__(self) -> None:
+        self.num_bytes: dict[str, int] = {}
+
+    def take(self, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.num_bytes[purpose] = max(self.num_bytes.get(purpose, 0), numel * dtype.itemsize)
+        return _build_blank(numel, dtype)
+
+
+class StillWindow(Window):
+    """A window through which nothing passes, and where nobody is waited for."""
+
+    def __init__(self, window: Window) -> None:
+        self.members, self.segment_bytes = window.members, window.segment_bytes
+
+    def reduce_scatter(self, part: Tensor, spans: Spans) -> None: ...
+
+    def all_gather(self, part: Tensor, spans: Spans) -> None: ...
+
+
+def _leave(buffer: Tensor, groups: Groups) -> None:
+    """No all-reduce at all."""
 
 
 def sum_squares(arrays: Sequence[Tensor]) -> Tensor:

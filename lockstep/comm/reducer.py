@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.comm.channel import Pending
 from lockstep.comm.cost import Choice
 from lockstep.comm.fusion import Buffer, ReductionPlan
-from lockstep.comm.hybrid import Sum, sum_squares
+from lockstep.comm.hybrid import PlannedSum, Sum, sum_squares
 from lockstep.comm.moment import Moment, seconds_between, take_moment
 from lockstep.comm.pulse import Pulse
 from lockstep.layout import ALIGNMENT
@@ -126,6 +126,14 @@ class Reducer:
         self.plan = plan
         self._buffers = plan.buffers
         self._owner = [index for index, buffer in enumerate(plan.buffers) for _ in range(buffer.first, buffer.last)]
+
+    def list_sums(self) -> list[PlannedSum]:
+        """What a step sums under this plan, in order."""
+        last = len(self._buffers) - 1
+        return [
+            PlannedSum(self._elements(buffer, number == last), choice, ALIGNMENT if number == last else 0)
+            for number, (buffer, choice) in enumerate(zip(self._buffers, self.plan.choices, strict=True))
+        ]
 
     @property
     def is_alone(self) -> bool:

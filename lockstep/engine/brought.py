@@ -20,8 +20,6 @@ from lockstep.models.vetting import vet_network
 from lockstep.named import GIVEN, describe, find_named, is_name, phrase_error
 from lockstep.optim.loss import OwnLoss
 
-KINDS = ("generated", "folder")  # of data that are Lockstep's own
-
 
 @dataclass(frozen=True)
 class Brought:
@@ -86,8 +84,9 @@ def _find(name: str, setting: str, given: Any) -> Any:
         return find_named(name, setting)
     if given is None:
         argument = {"model.name": "model", "data.source": "data", "optim.loss": "loss"}[setting]
+        others = {"model": ", lockstep.load, lockstep.evaluate or lockstep.export", "data": " or lockstep.evaluate"}
         raise LockstepError(
-            f'{setting} = "{GIVEN}" stands for an object that a program gave to this run; give it again, as '
-            f"{argument}=… of lockstep.train(…, resume=True){' or lockstep.load' if argument == 'model' else ''}."
+            f'{setting} = "{GIVEN}" stands for an object that a program gave to this run; give it again in a program, '
+            f"as {argument}=… of lockstep.train(…, resume=True){others.get(argument, '')}."
         )
     return given

@@ -1,7 +1,7 @@
 """What each all-reduce costs at each size on these ranks: measured in turns, within a budget (before step 0).
 
 All ranks measure together and rank 0 says what goes on, so that all ranks agree. Times are the device's own, and the
-slowest rank's counts.
+slowest rank's counts. Memory is taken before any rank sends: what one rank has none for is left out on all.
 """
 
 import math
@@ -13,13 +13,13 @@ from statistics import median
 import torch
 
 from lockstep.comm.cost import FLAT, Choice, Timing
-from lockstep.comm.hybrid import Hybrid
+from lockstep.comm.hybrid import Hybrid, PlannedSum
 from lockstep.comm.moment import seconds_between, take_moment, wait_for
 from lockstep.comm.world import World
 
 MAX_ROUNDS = 9
-# A choice this much slower than the best at a size is not measured there again.
-HOPELESS = 2.0
+# Times the best at a size: a choice that was slower than that is not measured there again.
+WORTH_REPEATING = 2.0
 
 Pair = tuple[int, Choice]
 Times = dict[Pair, list[float]]
@@ -36,9 +36,13 @@ class Budget:
     def left_s(self) -> float:
         return self._end - time.perf_counter()
 
-    def is_left(self) -> bool:
-        """Rank 0's word on whether there is any; every rank must ask."""
-        return bool(self._world.broadcast_value(self.left_s > 0))
+    def fits(self, seconds: float = 0.0) -> bool:
+        """Rank 0's word on whether there is so much; every rank must ask."""
+        return bool(self._world.broadcast_value(self.left_s > seconds))
+
+    def excuse(self, seconds: float) -> None:
+        """So much was spent on what the budget is not for."""
+        self._end += max(0.0, seconds)
 
 
 def measure_messages(
@@ -55,16 +59,17 @@ def measure_messages(
     hybrid.prepare(choices)
     array.zero_()  # and stays so, however often it is summed
     times: Times = {}
-    for choice in choices:
-        if times and not budget.is_left():
+    small = [(sizes[0], choice) for choice in choices]
+    for _, choice in [small[0], *_find_room(hybrid, world, array, small[1:])]:
+        if times and not budget.fits():
             break
         _measure_round(hybrid, world, array, [(sizes[0], choice)], times, repeats=2)
     for last, size in pairwise(sizes):  # up in size, so that a budget runs out on the largest
         names = world.broadcast_value([str(choice) for choice in _shortlist(times, last, size, budget.left_s)])
-        alive = [Choice.parse(name) for name in names]
+        alive = _find_room(hybrid, world, array, [(size, Choice.parse(name)) for name in names])
         if not alive:
             break
-        _measure_round(hybrid, world, array, [(size, choice) for choice in alive], times, repeats=2)
+        _measure_round(hybrid, world, array, alive, times, repeats=2)
     for _ in range(MAX_ROUNDS - 1):
         rows = world.broadcast_value([(size, str(choice)) for size, choice in _prune(times, budget.left_s)])
         pairs = [(int(size), Choice.parse(name)) for size, name in rows]
@@ -90,11 +95,29 @@ def _prune(times: Times, left_s: float) -> list[Pair]:
     best: dict[int, float] = {}
     for (size, _), values in times.items():
         best[size] = min(best.get(size, math.inf), min(values))
-    pairs = [(size, choice) for (size, choice), values in times.items() if min(values) <= HOPELESS * best[size]]
+    pairs = [(size, choice) for (size, choice), values in times.items() if min(values) <= WORTH_REPEATING * best[size]]
     while pairs and sum(median(times[pair]) for pair in pairs) > left_s:
         largest = max(size for size, _ in pairs)
         pairs = [pair for pair in pairs if pair[0] < largest]
     return pairs
+
+
+def _find_room(hybrid: Hybrid, world: World, array: torch.Tensor, pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs that every rank has the memory for."""
+    lacks = torch.zeros(len(pairs))
+    for row, (size, choice) in enumerate(pairs):
+        try:
+            hybrid.reserve([PlannedSum(_cut(array, size, hybrid), choice)])
+        except RuntimeError:  # out of memory is one
+            lacks[row] = 1
+    if pairs:
+        world.maximum(lacks)
+    return [pair for pair, is_lacking in zip(pairs, lacks.tolist(), strict=True) if not is_lacking]
+
+
+def _cut(array: torch.Tensor, size: int, hybrid: Hybrid) -> torch.Tensor:
+    """The part of an array that has `size` bytes on the wire."""
+    return array[: size // min(array.element_size(), hybrid.bytes_per_element)]
 
 
 def _measure_round(
@@ -102,12 +125,11 @@ def _measure_round(
 ) -> None:
     """Run each pair; the time that counts is the slowest rank's, exchanged once at the end of the round."""
     pairs = list(pairs)
-    width = min(array.element_size(), hybrid.bytes_per_element)  # of one element on the wire
     seconds = torch.zeros(len(pairs), repeats, dtype=torch.float64)
     for row, (size, choice) in enumerate(pairs):
         for repeat in range(repeats):
             begun = take_moment(on_gpu=array.is_cuda)
-            hybrid.run(array[: size // width], choice)
+            hybrid.run(_cut(array, size, hybrid), choice)
             done = take_moment(on_gpu=array.is_cuda)
             wait_for(done)
             seconds[row, repeat] = max(seconds_between(begun, done), 1e-9)

@@ -14,7 +14,15 @@ from typing import Literal
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.sources import Source as DataSource
-from lockstep.engine.build import Parts, assemble, build_network, open_sources, plan_input, set_number_formats
+from lockstep.engine.build import (
+    Parts,
+    assemble,
+    build_network,
+    count_steps,
+    open_sources,
+    plan_input,
+    set_number_formats,
+)
 from lockstep.engine.measure import Rig, suits_own_kernels
 from lockstep.engine.number_format import settle_format
 from lockstep.engine.pass_size import settle_pass
@@ -83,11 +91,15 @@ def tune_recipe(config: RunConfig, world: World) -> tuple[Chosen, Path]:
     """Measure anew for a recipe; returns where the result is kept."""
     config, _ = settle_format(config, world)
     set_number_formats(config.precision)
-    classes = int(world.broadcast_value(len(open_sources(config.data).train.classes) if world.is_first else 0))
+    source = open_sources(config.data).train if world.is_first else None
+    counts = world.broadcast_value([len(source.classes), source.num_samples] if source else None)
+    num_classes, num_samples = map(int, counts)
     schedule = Schedule("constant", config.optim.lr, total_steps=1)
-    parts = assemble(config, world, build_network(config, classes), schedule)
+    parts = assemble(config, world, build_network(config, num_classes), schedule)
     config, parts, _ = settle_pass(config, parts, world, again=True)
-    chosen = choose_plan(config, parts, world, [default_plan_folder()], again=True)
+    # As long as the run will be: what is tried depends on it, and the run looks for all that it would try.
+    _, num_steps = count_steps(config, num_samples)
+    chosen = choose_plan(config, parts, world, [default_plan_folder()], num_steps=num_steps, again=True)
     if chosen.source == "default":
         raise SharedError("comm.tune_s = 0 leaves no time to measure; give some seconds.")
     return chosen, default_plan_folder() / chosen.profile.setup.name
@@ -112,19 +124,25 @@ def _recall(folder: Path, setup: Setup, parts: Parts, config: RunConfig, num_ste
 
 
 def measure_plan(config: RunConfig, parts: Parts, world: World, setup: Setup, plan: Plan, num_steps: int) -> Chosen:
-    """Measure messages, then candidates; rank 0's pick is everybody's."""
+    """Measure candidates within `comm.tune_s`; rank 0's pick is everybody's."""
     begun = time.perf_counter()
     rig = Rig(config, parts, world)
-    rig.measure_messages()
+
+    def list_later() -> list[Execution]:
+        """What is compiled once the rest is measured; in a short run nothing."""
+        best = rig.pick()
+        is_worth_it = best and is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)
+        return list_compiled(config.train) if world.broadcast_value(bool(is_worth_it)) else []
+
     with put_back(parts), world.patience():
         has_own = suits_own_kernels(parts.model)
-        for execution in list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=has_own):
-            rig.measure_execution(execution)
-        best = rig.pick()
-        if best and world.broadcast_value(is_worth_compiling(config.train, num_steps, best.seconds, on_gpu=rig.on_gpu)):
-            for execution in list_compiled(config.train):
-                rig.measure_execution(execution)
-            best = rig.pick()
+        executions = list_executions(config.train, on_gpu=rig.on_gpu, has_own_kernels=has_own)
+        for number, execution in enumerate(executions):
+            rig.measure_execution(execution, len(executions) - number + len(list_later()))
+        compiled = list_later()
+        for number, execution in enumerate(compiled):
+            rig.measure_execution(execution, len(compiled) - number)
+    best = rig.pick()
     rig.clean_up()
     profile = Profile(
         setup,

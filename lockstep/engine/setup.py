@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep import __version__
-from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology
+from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Link, Topology
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.generated import default_cache
@@ -44,8 +44,14 @@ def describe_setup(config: RunConfig, parts: Parts, world: World) -> Setup:
 
 
 def _describe_links(topology: Topology) -> str:
-    is_guessed = (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER)
-    return "" if is_guessed else f"{topology.intra}, {topology.inter}"
+    """In words, with digits enough to tell any two apart: a profile is true of these links alone."""
+    if (topology.intra, topology.inter) == (GUESSED_INTRA, GUESSED_INTER):
+        return ""
+    return f"{_describe_link(topology.intra)} inside a node, {_describe_link(topology.inter)} between nodes"
+
+
+def _describe_link(link: Link) -> str:
+    return f"{link.latency_s * 1e6:.12g} us and {link.bytes_per_s * 8e-9:.12g} Gbit/s"
 
 
 def _describe_backend() -> str:
@@ -54,10 +60,13 @@ def _describe_backend() -> str:
 
 
 def _describe_pins(config: RunConfig) -> str:
-    """What the recipe leaves no choice in, and what decides the update."""
-    pins = []
+    """What the recipe leaves no choice in, and what decides the update.
+
+    How long one may look is none of it, but whether one looks at messages at all is.
+    """
+    pins = [] if config.comm.tune_s else ["tune_s=0"]
     for section, keys in (
-        (config.comm, ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division", "tune_s")),
+        (config.comm, ("algorithm", "group_size", "fusion", "buffer_mb", "overlap", "wire", "division")),
         (config.train, ("accumulate", "norm_batch", "own_kernels", "cuda_graph", "compile")),
     ):
         defaults = type(section).model_fields

@@ -18,6 +18,8 @@ from lockstep.comm.topology import GUESSED_INTER, GUESSED_INTRA, Topology, group
 from lockstep.config import CommConfig, TrainConfig
 from lockstep.errors import LockstepError
 from lockstep.layout import Layout
+from lockstep.plan.cluster import Shape
+from lockstep.plan.collectives import is_regular, predict_all_reduce
 from lockstep.plan.plan import Compile, Execution
 from lockstep.plan.profile import Trial
 
@@ -26,8 +28,8 @@ MIN_BYTES = 1024
 MARGIN = 0.05
 # A rank opens a connection to each of its peers on first use, and keeps it.
 MAX_PEERS = 64
-# By the links of a cluster file: a choice this much slower than the best, at every size, is not worth measuring.
-HOPELESS = 4.0
+# Times the best, by the links of a cluster file: a choice that is slower than that at every size is not measured.
+WORTH_MEASURING = 4.0
 # Compiling takes a minute or so for each way; it is tried unasked only in runs that have the time to earn it back.
 WORTH_COMPILING_S = 1800.0
 PLAIN = "PyTorch's own"  # all-reduce for buffers cut by the threshold rule
@@ -76,7 +78,9 @@ def list_choices(topology: Topology, backend: str) -> list[Choice]:
     if backend == "nccl":
         on_a_node = max(len(node) for node in topology.nodes)
         choices = [c for c in choices if topology.num_nodes > 1 and c.group_size in (1, on_a_node)]
-    return [FLAT, *(c for c in _drop_hopeless(choices, topology) if count_peers(c, topology) <= MAX_PEERS)]
+    # What ranks cannot have comes out first: nothing is hopeless beside it, and to count its messages takes longest.
+    possible = [choice for choice in choices if count_peers(choice, topology) <= MAX_PEERS]
+    return [FLAT, *_drop_hopeless(possible, topology)]
 
 
 def count_peers(choice: Choice, topology: Topology) -> int:
@@ -102,17 +106,30 @@ def _drop_hopeless(choices: Sequence[Choice], topology: Topology) -> list[Choice
     if not has_links(topology):
         return list(choices)
     sizes = (MIN_BYTES, 2**20, 2**26)
-    seconds = {c: [predict_seconds(c, size, topology) for size in sizes] for c in choices}
+    seconds = {c: [predict_by_links(c, size, topology) for size in sizes] for c in choices}
     best = [min(column) for column in zip(*seconds.values(), strict=True)]
     behind = {c: [s / b for s, b in zip(seconds[c], best, strict=True)] for c in choices}
-    return sorted((c for c in choices if min(behind[c]) <= HOPELESS), key=lambda c: math.prod(behind[c]))
+    return sorted((c for c in choices if min(behind[c]) <= WORTH_MEASURING), key=lambda c: math.prod(behind[c]))
 
 
 def expect_messages(choices: Sequence[Choice], max_bytes: int, topology: Topology) -> list[Timing]:
     """What messages should cost by the links of a cluster file, before any was sent; nothing without links."""
     if not has_links(topology):
         return []
-    return [Timing(c, size, predict_seconds(c, size, topology)) for c in choices for size in list_sizes(max_bytes)]
+    return [Timing(c, size, predict_by_links(c, size, topology)) for c in choices for size in list_sizes(max_bytes)]
+
+
+def predict_by_links(choice: Choice, num_bytes: float, topology: Topology) -> float:
+    """Seconds of an all-reduce by the links: by formulas where all nodes are alike, or each message counted.
+
+    Every rank asks, and among thousands of ranks to count takes seconds.
+    """
+    per_node = len(topology.nodes[0])
+    if all(len(node) == per_node for node in topology.nodes) and topology.order == tuple(range(topology.num_ranks)):
+        shape = Shape(topology.num_nodes, per_node, topology.intra, topology.inter)
+        if is_regular(choice, shape):
+            return predict_all_reduce(choice, num_bytes, shape)
+    return predict_seconds(choice, num_bytes, topology)
 
 
 def list_sizes(max_bytes: int) -> list[int]:
@@ -272,6 +289,25 @@ def propose_reductions(
             if plan not in found.values():
                 found[f"{name}{'' if overlap else ', after'}"] = plan
     return found
+
+
+def expect_reduction(messages: Sequence[Timing], reduction: ReductionPlan, bytes_per_element: int = 4) -> float:
+    """Seconds of all messages of a step, one after the other, whatever hides them."""
+    return sum(
+        expect_seconds(messages, choice, min(bytes_per_element, buffer.element_bytes) * (buffer.end - buffer.start))
+        for buffer, choice in zip(reduction.buffers, reduction.choices, strict=True)
+    )
+
+
+def keep_affordable(seconds: Mapping[str, float], budget_s: float) -> list[str]:
+    """The first candidate whatever it takes, and each after it that still fits into the budget beside those kept."""
+    first, *others = seconds
+    kept, left_s = [first], budget_s - seconds[first]
+    for name in others:
+        if seconds[name] <= left_s:
+            kept.append(name)
+            left_s -= seconds[name]
+    return kept
 
 
 def pick_trial(trials: Sequence[Trial]) -> Trial | None:

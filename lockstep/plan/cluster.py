@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 
 from lockstep.comm.cluster_file import ClusterFile, Machine, parse_cluster, read_cluster_file
-from lockstep.comm.topology import Link, Topology
+from lockstep.comm.topology import Link
 from lockstep.errors import LockstepError
 
 MAX_DEVICES = 1_000_000
@@ -62,14 +62,6 @@ def place_devices(cluster: Cluster, num_devices: int) -> Shape:
             f"{below + cluster.devices_per_node:,}."
         )
     return Shape(num_nodes, num_devices // num_nodes, cluster.intra, cluster.inter, cluster.machine)
-
-
-def from_topology(topology: Topology, machine: Machine, name: str = "here") -> Cluster:
-    """The ranks of a run as a cluster to plan for; nodes of several sizes are refused."""
-    counts = {len(node) for node in topology.nodes}
-    if len(counts) > 1:
-        raise LockstepError(f"The nodes of {topology.key()} have several sizes; a plan needs as many ranks on each.")
-    return Cluster(name, "", counts.pop(), topology.num_nodes, topology.intra, topology.inter, machine)
 
 
 def list_clusters() -> list[Cluster]:

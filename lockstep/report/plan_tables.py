@@ -1,12 +1,16 @@
-"""A profile for people, as `lockstep tune` prints it: what it is true of, what messages cost. Torch-free."""
+"""A profile for people, as `lockstep tune` prints it: what it is true of, what was chosen, what it cost. Torch-free."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from rich.table import Table
 
 from lockstep.comm.cost import Choice, Fit, Timing
-from lockstep.plan.profile import Setup
-from lockstep.report.phrases import size
+from lockstep.events import PlanChosen
+from lockstep.plan.choose import explain_choice, pick_trial
+from lockstep.plan.plan import Execution
+from lockstep.plan.profile import Profile, Setup
+from lockstep.report.phrases import describe_plan, size
 
 
 def describe_setup(setup: Setup) -> list[str]:
@@ -15,7 +19,26 @@ def describe_setup(setup: Setup) -> list[str]:
     return [
         f"[bold]{where}[/bold]",
         f"{setup.model}; {setup.precision}, {setup.batch:,} images of {setup.image_size} pixels a rank; {setup.pins}",
+        f"links: {setup.links or 'not given'}; {setup.versions}",
     ]
+
+
+def describe_choice(profile: Profile, source: Literal["measured", "remembered"]) -> list[str]:
+    """What was chosen, in the words of a run that follows it, and what the alternatives cost."""
+    best, setup = pick_trial(profile.trials), profile.setup
+    return describe_plan(
+        PlanChosen(
+            source=source,
+            seconds=profile.seconds,
+            topology=setup.topology,
+            backend=setup.backend,
+            batch=setup.batch,
+            execution=str(best.execution if best else Execution()),  # where all failed, the plain step remains
+            reduction=best.reduction if best else "",
+            plan={},
+            trials=explain_choice(profile.trials),
+        )
+    )
 
 
 def build_message_table(messages: Sequence[Timing]) -> Table:

@@ -49,7 +49,7 @@ def test_sent_afterwards_a_step_is_its_computing_and_its_messages() -> None:
 
 
 def test_there_are_at_least_twelve_settings_of_ranks_fusion_and_algorithm() -> None:
-    settings = {shape: list_settings(*shape) for shape in forecast_check.SHAPES}
+    settings = {shape: list_settings(*shape) for shape in parse_shapes("1x2,2x2,2x4,4x4")}
     assert sum(map(len, settings.values())) >= 12
     assert {setting.choice for setting in settings[2, 4]} == {"flat", "doubling", "hierarchical/4"}
     assert len(set(settings[4, 4])) == 12

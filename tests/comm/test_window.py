@@ -80,6 +80,25 @@ def is_windowed_by_group_size(world: World) -> tuple[bool, bool]:
     return own.is_windowed, build_groups(((0, 1, 2, 3),), world.rank, share=own).is_windowed
 
 
+def sum_in_parts_of_uneven_nodes(world: World) -> list[str]:
+    """Groups of two, of which one is a whole node and the others are not."""
+    module.SEGMENT_BYTES = 4096
+    nodes = ((0, 1, 2), (3, 4))
+    own = build_groups(nodes, world.rank, nodes=nodes, timeout_s=60)
+    groups = build_groups(((0, 1), (2,), (3, 4)), world.rank, share=own)
+    wrong = ["a window"] if groups.is_windowed else []
+    for name in ("hierarchical", "torus"):
+        found = draw(world.rank, 5003, torch.float32)  # longer than a segment
+        ALGORITHMS[name](found, groups)
+        expected = sum(draw(rank, 5003, torch.float32) for rank in range(world.size))
+        wrong += [] if torch.equal(found, expected) else [name]
+    return wrong
+
+
+def test_groups_of_which_some_are_nodes_cut_long_buffers_alike() -> None:
+    assert run_ranks(sum_in_parts_of_uneven_nodes, 5) == [[]] * 5
+
+
 def open_where_one_node_cannot(world: World) -> bool:
     if world.rank == 2:
         del os.memfd_create  # as on a system that has none

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.comm.cost import FLAT, Choice, Timing
-from lockstep.comm.hybrid import Hybrid
+from lockstep.comm.hybrid import Hybrid, PlannedSum
 from lockstep.comm.topology import Topology
 from lockstep.comm.wire import Wire
 from lockstep.comm.world import World
@@ -40,6 +40,31 @@ def test_without_time_the_backends_own_is_measured_at_the_smallest_size_and_noth
     assert seconds > 0
 
 
+def measure_where_rank_1_has_little_memory(world: World) -> list[Timing]:
+    hybrid = Hybrid(Topology(((0, 1),)), world.rank, world.device, Wire("fp32", "before"))
+    reserve = hybrid.reserve
+
+    def reserve_little(sums: list[PlannedSum]) -> None:
+        if world.rank == 1 and any(one.choice != FLAT and one.buffer.nbytes > 4096 for one in sums):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        reserve(sums)
+
+    hybrid.reserve = reserve_little  # type: ignore[method-assign, assignment]
+    array = torch.ones(65536, device=world.device)
+    timings = measure_messages(hybrid, world, array, [FLAT, Choice("doubling")], SIZES, 5.0)
+    hybrid.close()
+    return timings
+
+
+def test_what_one_rank_has_no_memory_for_is_sent_by_none() -> None:
+    first, second = run_ranks(measure_where_rank_1_has_little_memory, 2)
+    assert first == second
+    assert {(choice, size) for choice, size, _ in first} == {
+        *((FLAT, size) for size in SIZES),
+        *((Choice("doubling"), size) for size in SIZES[:2]),
+    }
+
+
 class SlowHybrid:
     """An all-reduce of ours that takes long even for the first message."""
 
@@ -49,6 +74,8 @@ class SlowHybrid:
         self.calls: list[tuple[Choice, int]] = []
 
     def prepare(self, choices: list[Choice]) -> None: ...
+
+    def reserve(self, sums: list[PlannedSum]) -> None: ...
 
     def run(self, buffer: torch.Tensor, choice: Choice) -> None:
         self.calls.append((choice, buffer.nbytes))

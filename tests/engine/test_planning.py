@@ -1,5 +1,6 @@
 """Before step 0: every rank follows the same plan, nothing a trial does stays, and the run remembers."""
 
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.comm.allreduce import Scratch
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig
 from lockstep.data.pipeline import Batch
+from lockstep.engine import planning
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import Parts, assemble, build_network, build_parts, open_sources, set_number_formats
-from lockstep.engine.measure import fake_batch, suits_own_kernels
-from lockstep.engine.planning import Chosen, choose_plan
+from lockstep.engine.measure import NO_TIME, fake_batch, suits_own_kernels
+from lockstep.engine.planning import Chosen, choose_plan, tune_recipe
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.state import list_changing, put_back
 from lockstep.engine.step import LOSS
@@ -99,6 +102,75 @@ def test_a_run_measures_says_so_and_goes_on_with_the_same_plan(images: Path, tmp
     assert [event.source for event in commands.events(run) if isinstance(event, PlanChosen)][1] == "remembered"
 
 
+def choose_with_slow_steps(world: World, tune_s: float, step_s: float) -> tuple[Chosen, int, float]:
+    """The plan where each forward pass takes `step_s` at least, how many there were, and the loss after one more."""
+    config = small_config("fp32", comm={"tune_s": tune_s})
+    parts = build(config, world)
+    taken = []
+
+    def dawdle(*_: object) -> None:
+        taken.append(1)
+        time.sleep(step_s)
+
+    parts.model.register_forward_pre_hook(dawdle)
+    chosen = choose_plan(config, parts, world)
+    num_steps = len(taken)
+    step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, 8, 16)
+    return chosen, num_steps, step(fake_batch(config, world), 0.1, False)[LOSS].item()
+
+
+def test_steps_too_slow_for_the_time_leave_one_rehearsal_and_one_reduction() -> None:
+    (first, num_steps, loss), (second, same_steps, same_loss) = run_ranks(choose_with_slow_steps, 2, 0.5, 0.5)
+    assert first == second
+    assert num_steps == same_steps == 2  # a rehearsal with nothing sent, and one step of the plain reduction
+    assert loss == same_loss > 0
+    tried = [trial for trial in first.profile.trials if not trial.failure]
+    assert [trial.rule for trial in tried] == [PLAIN]
+    assert {trial.failure for trial in first.profile.trials if trial.failure} == {NO_TIME}
+    assert first.plan.reduction.overlap
+
+
+def test_all_that_is_measured_shares_the_time() -> None:
+    tune_s, step_s = 1.2, 0.3
+    (chosen, num_steps, _), (_, same_steps, _) = run_ranks(choose_with_slow_steps, 2, tune_s, step_s)
+    # Without it there were 4 rehearsals and one turn at least of each reduction, whatever messages took before.
+    assert 2 <= num_steps == same_steps
+    assert num_steps * step_s <= tune_s + 2 * step_s
+    assert any(not trial.failure for trial in chosen.profile.trials)
+
+
+ROOM = 400_000  # bytes of scratch that a rank may have for one purpose
+
+
+def choose_where_one_rank_lacks_memory(world: World) -> tuple[Chosen, float]:
+    """Rank 1 has no memory for what a sum of all gradients at once needs beside them, and the others have it."""
+    config = small_config("fp32", comm={"tune_s": 3.0, "algorithm": "doubling", "buffer_mb": 0.5})
+    parts = build(config, world)
+    take = Scratch.take
+
+    def take_little(self: Scratch, purpose: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if world.rank == 1 and type(self) is Scratch and numel * dtype.itemsize > ROOM:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return take(self, purpose, numel, dtype, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scratch, "take", take_little)
+        chosen = choose_plan(config, parts, world)
+        step = apply_plan(chosen.plan.execution, chosen.plan.reduction, parts, 8, 16)
+        return chosen, step(fake_batch(config, world), 0.1, False)[LOSS].item()
+
+
+def test_a_reduction_that_one_rank_has_no_memory_for_is_left_out_on_all() -> None:
+    (first, loss), (second, same_loss) = run_ranks(choose_where_one_rank_lacks_memory, 2)
+    assert first == second
+    assert loss == same_loss > 0
+    trials = {trial.rule: trial for trial in first.profile.trials}
+    assert trials["one buffer"].failure == "CUDA out of memory. (rank 1)"
+    assert not trials["threshold"].failure
+    # The partner keeps half of a long message: those above twice the room were not sent either.
+    assert max(timing.num_bytes for timing in first.profile.messages) <= 2 * ROOM
+
+
 def test_a_forged_plan_is_measured_anew(images: Path, tmp_path: Path) -> None:
     place = tmp_path / "plans"
     config = tiny_config(images, "comm.tune_s=1")
@@ -121,7 +193,41 @@ def test_tune_measures_and_explains(images: Path, tmp_path: Path) -> None:
     assert status == 0, err
     assert "flat" in shown
     assert "images/s a rank" in shown
+    (said,) = [line for line in out.splitlines() if line.startswith("The step: ")]
+    assert said.partition(" (measured")[0] in shown  # the plan itself, in the words of a run
+    assert "links: not given; lockstep" in shown
+    assert ("measured in" in out, "measured in" in shown) == (True, False)
+    assert "remembered; measuring it once took" in shown  # nothing was measured now
     assert [line for line in shown.splitlines() if line.startswith("  * ")]
+    # How long one looked is not what a plan is true of: a run that would look longer goes by it.
+    run, other = tmp_path / "run", [setting.replace("tune_s=2", "tune_s=3") for setting in settings]
+    status, out, err = commands.run("train", "quickstart", "--ranks=2", f"--out={run}", *other, **cache)
+    assert status == 0, err
+    assert [event.source for event in commands.events(run) if isinstance(event, PlanChosen)] == ["remembered"]
+
+
+def tune_for_a_long_run(world: World, config: RunConfig, cache: Path) -> tuple[Chosen, Chosen]:
+    """A recipe that is tuned, then the plan of the run itself; long runs compile, and here the compiler is quick."""
+
+    def compile_quickly(module: nn.Module, **_: object) -> None:
+        module._compiled_call_impl = module._call_impl
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_CACHE", str(cache))
+        patch.setattr(nn.Module, "compile", compile_quickly)
+        patch.setattr(planning, "is_worth_compiling", lambda train, num_steps, best_s, on_gpu: num_steps >= 1000)
+        patch.setattr(planning, "list_compiled", lambda train: [Execution(compile="block")])
+        tuned, _ = tune_recipe(config, world)
+        parts = build_parts(config, world, open_sources(config.data))
+        return tuned, choose_plan(config, parts, world, [cache / "plans"], num_steps=1000)
+
+
+def test_a_recipe_is_tuned_for_a_run_as_long_as_its_own(images: Path, tmp_path: Path) -> None:
+    config = tiny_config(images, "comm.tune_s=2", "train.duration=1000st", "optim.warmup=0st")
+    tuned, chosen = run_ranks(tune_for_a_long_run, 2, config, tmp_path)[0]
+    assert "block" in {trial.execution.compile for trial in tuned.profile.trials}
+    assert (tuned.source, chosen.source) == ("measured", "remembered")
+    assert chosen.plan == tuned.plan
 
 
 def test_one_rank_on_a_cpu_takes_the_plain_step_and_measures_nothing() -> None:

@@ -1,6 +1,7 @@
 """What is worth trying and what is taken, from given measurements."""
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,25 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm.cost import FLAT, Choice, Timing, predict_seconds
-from lockstep.comm.fusion import Buffer
+from lockstep.comm.fusion import Buffer, ReductionPlan
 from lockstep.comm.topology import Link, Topology, find_topology
 from lockstep.config import CommConfig, TrainConfig
 from lockstep.layout import Layout, ParameterSpec, plan_layout
 from lockstep.plan.choose import (
     MAX_PEERS,
     PLAIN,
+    WORTH_MEASURING,
     _draw_curves,
     _pick_seconds,
     assign_choices,
     count_peers,
     default_reduction,
+    expect_reduction,
     explain_choice,
     is_worth_compiling,
+    keep_affordable,
     list_choices,
     list_executions,
     list_sizes,
     pick_choice,
     pick_trial,
+    predict_by_links,
     propose_reductions,
 )
 from lockstep.plan.plan import Execution
@@ -90,6 +95,41 @@ def test_the_links_of_a_cluster_file_leave_hopeless_candidates_out() -> None:
     assert set(kept) < set(everything)
     best = min(predict_seconds(choice, 1024, slow_inside) for choice in everything if choice != FLAT)
     assert any(predict_seconds(choice, 1024, slow_inside) == best for choice in kept)
+
+
+@pytest.mark.parametrize("nodes", [((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1, 2), (3, 4, 5, 6)), ((0, 2), (1, 3))])
+def test_links_promise_what_a_count_of_every_message_says(nodes: tuple[tuple[int, ...], ...]) -> None:
+    topology = Topology(nodes, intra=Link(1e-6, 1e10), inter=Link(1e-5, 1e9))
+    for choice in [FLAT, DOUBLING, Choice("hierarchical", 3), Choice("hierarchical", 4), Choice("torus", 2)]:
+        for size in (1024, 1 << 20, 1 << 26):
+            counted = predict_seconds(choice, size, topology)
+            assert predict_by_links(choice, size, topology) == pytest.approx(counted, rel=1e-12)
+
+
+def test_thousands_of_ranks_with_links_are_weighed_at_once() -> None:
+    nodes = tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(512))
+    topology = Topology(nodes, intra=Link(2e-6, 2e10), inter=Link(1e-5, 1.25e9))
+    begun = time.perf_counter()
+    choices = list_choices(topology, "gloo")
+    assert time.perf_counter() - begun < 1  # 10 ms; every message counted, 7 s
+    best = min(predict_by_links(choice, 1 << 26, topology) for choice in choices[1:])
+    assert predict_by_links(choices[1], 1 << 26, topology) <= WORTH_MEASURING * best
+
+
+def test_the_first_candidate_stays_and_others_as_they_fit() -> None:
+    seconds = {"plain": 5.0, "long": 3.0, "short": 1.0, "shorter": 0.5}
+    assert keep_affordable(seconds, 0.0) == ["plain"]
+    assert keep_affordable(seconds, -1.0) == ["plain"]
+    assert keep_affordable(seconds, 7.0) == ["plain", "short", "shorter"]
+    assert keep_affordable(seconds, 9.5) == list(seconds)
+
+
+def test_a_reduction_is_expected_to_take_all_its_messages() -> None:
+    buffers = (Buffer(0, 1024, 0, 3), Buffer(1024, 1024 + (1 << 18), 3, 9))
+    reduction = ReductionPlan(buffers, (DOUBLING, FLAT), overlap=True)
+    assert expect_reduction(MESSAGES, reduction) == pytest.approx(0.003 + 0.020)
+    # In halves the first is a message of 2 KiB.
+    assert expect_reduction(MESSAGES, reduction, 2) < 0.003 + 0.020
 
 
 def test_the_quickest_choice_wins_at_each_size() -> None:

@@ -1,5 +1,6 @@
 """Predictions: their parts against formulas, their limits against brute force, and what cannot run as a sentence."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -12,11 +13,11 @@ from lockstep.comm.cost import FLAT, Timing, predict_seconds
 from lockstep.comm.topology import Topology
 from lockstep.config import CommConfig
 from lockstep.errors import LockstepError
-from lockstep.plan.cluster import Cluster, from_topology, read_planned
+from lockstep.plan.cluster import Cluster, read_planned
 from lockstep.plan.device import DeviceProfile
 from lockstep.plan.networks import count_macs, lend_profile, list_layers, sketch_profile
 from lockstep.plan.optimizers import compare_rules
-from lockstep.plan.prediction import Impossible, Prediction, from_json, to_json
+from lockstep.plan.prediction import Impossible, Prediction, to_json
 from lockstep.plan.price import expect_timings, list_planned_choices
 from lockstep.plan.rules import RULES
 from lockstep.plan.search import build_case, build_profile_layout, plan_reductions, predict, search
@@ -113,7 +114,6 @@ def test_parts_add_up_and_t_is_s_n_e(devices: int, scaling: str) -> None:
     assert found.images_per_second == pytest.approx(product)
     assert 0 < found.efficiency <= 1
     assert found.parts.communicate_s <= found.comm_s + 1e-12
-    assert from_json(to_json([found])) == [found]
 
 
 def test_a_wider_network_never_makes_a_step_longer() -> None:
@@ -167,13 +167,9 @@ def test_a_plan_has_every_size_or_says_why_not() -> None:
     assert kinds["strong", 12] is Prediction  # two nodes of 6
     assert kinds["strong", 256] is Impossible
     assert kinds["weak", 256] is Prediction
-    assert from_json(to_json(rows)) == sorted(rows, key=lambda row: isinstance(row, Impossible))
-
-
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 2}', '{"format": 1, "predictions": [{}], "impossible": []}'])
-def test_a_damaged_plan_is_a_sentence(text: str) -> None:
-    with pytest.raises(LockstepError, match="plan"):
-        from_json(text)
+    table = json.loads(to_json(rows))
+    assert [row["devices"] for row in table["impossible"]] == [256]
+    assert [row["step_s"] for row in table["predictions"]] == [r.step_s for r in rows if isinstance(r, Prediction)]
 
 
 def test_the_smallest_cluster_is_found_as_by_trying_all() -> None:
@@ -232,14 +228,6 @@ def test_measured_messages_take_the_place_of_what_links_promise() -> None:
     sizes = [buffer.num_bytes for buffer in found.reduction.buffers]
     expected = sum(0.001 + max(size, 1024) * 1e-9 for size in sizes)
     assert found.simulation.parts.communicate_s == pytest.approx(expected)
-
-
-def test_a_run_s_topology_is_a_cluster_to_plan_for() -> None:
-    topology = Topology(((0, 1), (2, 3)), ETHERNET.intra, ETHERNET.inter)
-    cluster = from_topology(topology, ETHERNET.machine)
-    assert (cluster.devices_per_node, cluster.num_nodes, cluster.inter) == (2, 2, ETHERNET.inter)
-    with pytest.raises(LockstepError, match="several sizes"):
-        from_topology(Topology(((0, 1), (2,))), ETHERNET.machine)
 
 
 def test_networks_have_their_published_sizes() -> None:
