@@ -26,6 +26,7 @@ from lockstep.recipe_values import (
     show,
 )
 
+LEAST_SHARE = 1e-6  # of the time: with less, snapshots would be further apart than any run is long
 USUAL_PASS = 256  # samples, where nobody says how many and nobody measures it
 
 # Update rules that take full gradients at anchors.
@@ -589,6 +590,11 @@ class TrainConfig(Section):
     def _is_possible(self) -> Self:
         if self.duration.value == 0:
             raise ValueError(f'train.duration = {show(self.duration)} trains nothing; give a length such as "90ep"')
+        if 0 < self.snapshot_share < LEAST_SHARE:
+            raise ValueError(
+                f"train.snapshot_share = {show(self.snapshot_share)} is less than any run can keep to; give 0 for no "
+                f"snapshots, or at least {LEAST_SHARE:g}"
+            )
         # Runs of an older version have the usual size beside it.
         if self.accumulate and self.max_batch_per_rank not in (0, USUAL_PASS):
             raise ValueError(

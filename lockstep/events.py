@@ -7,9 +7,11 @@ A log of 64 MiB is renamed to `events-0001.jsonl` and so on, and a new one begun
 part one in twenty stays, the last among them; all other records stay. A run of weeks leaves megabytes.
 """
 
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -18,11 +20,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, get_args, get_origin
 
 from lockstep.errors import LockstepError
-from lockstep.files import write_whole
+from lockstep.files import read_small, write_whole
 
 LOG_NAME = "events.jsonl"
 PART_BYTES = 64 << 20
-OPEN_LOG = os.O_RDWR | os.O_APPEND | os.O_CREAT
+MAX_LOG_BYTES = 8 * PART_BYTES  # of one that could not be put away three times; nobody's memory shall pay for more
 STEP_OPENING = b'{"kind":"StepDone"'
 STEPS_FOR_ONE = 20  # step records of which a full part keeps one
 LARGEST = 2**63  # beyond any number of a run
@@ -317,7 +319,7 @@ class EventLog:
         self._warned = False
         self._part_bytes = part_bytes
         try:
-            self._file = os.open(path, OPEN_LOG, 0o644)
+            self._file = _open_log(path)
         except OSError as error:
             raise LockstepError(f"Cannot write the event log {path}: {error.strerror}.") from None
         self._size = os.fstat(self._file).st_size
@@ -351,13 +353,23 @@ class EventLog:
         part = self.path.with_name(f"{self.path.stem}-{number:04d}{self.path.suffix}")
         os.rename(self.path, part)
         try:
-            file = os.open(self.path, OPEN_LOG, 0o644)
+            file = _open_log(self.path)
         except OSError:
             os.rename(part, self.path)
             raise
         os.close(self._file)
         self._file, self._size, self._part_bytes = file, 0, self._part_bytes // 2
         thin_part(part)
+
+
+def _open_log(path: Path) -> int:
+    """A log to read and append to; OSError for what is no plain file."""
+    # Not blocking: a pipe without a reader takes a few records and then holds up training.
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "it is not a plain file", str(path))
 
 
 def thin_part(path: Path) -> None:
@@ -439,7 +451,7 @@ def read_events(path: Path) -> list[Event]:
 def read_part(path: Path) -> list[Event]:
     """The records of one file of a log."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_small(path, MAX_LOG_BYTES).decode(errors="replace")
     except OSError as error:
         raise LockstepError(f"Cannot read the event log {path}: {error.strerror}.") from None
     try:

@@ -188,6 +188,32 @@ def test_a_diverging_run_says_what_to_change(images: Path, tmp_path: Path) -> No
     sentence = refuse(train(images, tmp_path / "run", "optim.lr=1e30", "optim.warmup=0st"))
     assert "The loss became" in sentence
     assert "optim.lr" in sentence
+    assert "start the run again." in sentence
+
+
+def test_a_run_that_diverges_names_its_last_good_checkpoint(images: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert train(images, run, "train.duration=3st", "optim.warmup=0st")[0] == 0
+    hot = [f"--set={setting}" for setting in ("train.duration=9st", "optim.lr=1e30", "train.log_every=1")]
+    sentence = refuse(commands.run("train", str(run), "--resume", "--ranks=1", *hot))
+    assert "The loss became" in sentence
+    assert f"go on from the last good checkpoint, {run / 'checkpoints' / 'step-00000003'}, with --resume." in sentence
+
+
+def test_a_run_without_its_configuration_is_no_dead_end(images: Path, tmp_path: Path) -> None:
+    """The start and the resume say the same thing, and it helps."""
+    run = tmp_path / "run"
+    settings = ["train.duration=3st", "optim.warmup=0st"]
+    assert train(images, run, *settings)[0] == 0
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").unlink()
+    resume = ["train", "quickstart", "--resume", "--ranks=1", f"--out={run}", "--set=train.duration=4st"]
+    sentences = {refuse(train(images, run, *settings)), refuse(commands.run(*resume))}
+    assert len(sentences) == 1
+    assert "config.toml is missing; put that back and add --resume, or choose another --out." in sentences.pop()
+    (run / "config.toml").write_text(config)
+    status, _, err = commands.run(*resume)
+    assert status == 0, err
 
 
 def test_a_disk_that_takes_no_checkpoint_costs_the_checkpoint_and_not_the_run(images: Path, tmp_path: Path) -> None:
@@ -257,7 +283,8 @@ def test_what_every_rank_finds_wrong_is_said_once(images: Path, tmp_path: Path) 
 
 
 def test_a_folder_in_use_is_one_sentence_before_any_rank_starts(images: Path, tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").touch()
+    for name in ("events.jsonl", "config.toml"):
+        (tmp_path / name).touch()
     settings = [f"--set={setting}" for setting in tiny_settings(images)]
     assert "already holds a run" in refuse(
         commands.run("train", "quickstart", "--ranks=2", f"--out={tmp_path}", *settings)

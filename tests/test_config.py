@@ -343,6 +343,17 @@ def test_any_choice_takes_what_it_leaves_without_effect_out_of_a_recipe() -> Non
     assert apply_overrides(raw, ["optim.schedule=poly", "data.source=folder"]) == raw
 
 
+@pytest.mark.parametrize("share", ["5e-324", "9e-7"])
+def test_a_share_that_nothing_can_be_divided_by_is_refused(share: str) -> None:
+    with pytest.raises(LockstepError, match=r"train.snapshot_share = .*; give 0 for no snapshots, or at least 1e-06"):
+        load_recipe("quickstart", [f"train.snapshot_share={share}"])
+
+
+def test_a_share_may_be_none_or_small() -> None:
+    shares = [load_recipe("quickstart", [f"train.snapshot_share={share}"])[1].train for share in ("0", "1e-6")]
+    assert [train.snapshot_share for train in shares] == [0, 1e-6]
+
+
 def test_a_setting_given_together_with_a_rule_that_ignores_it_is_refused() -> None:
     with pytest.raises(LockstepError, match=r"optim.trust_coefficient = 0.01 has no effect"):
         load_recipe("quickstart", ["optim.name=adamw", "optim.trust_coefficient=0.01"])

@@ -10,6 +10,7 @@ import pytest
 from lockstep.errors import LockstepError
 from lockstep.events import (
     KINDS,
+    MAX_LOG_BYTES,
     AnchorTaken,
     CheckpointSaved,
     EpochDone,
@@ -261,16 +262,19 @@ def test_a_damaged_prediction_is_refused(tmp_path: Path, change: dict[str, objec
         read_events(path)
 
 
-def test_a_full_disk_warns_once_and_training_goes_on() -> None:
+def test_a_full_disk_warns_once_and_training_goes_on(tmp_path: Path) -> None:
     heard: list[Notice] = []
-    log = EventLog(Path("/dev/full"), heard.append)
+    log = EventLog(tmp_path / "events.jsonl", heard.append)
+    full = os.open("/dev/full", os.O_RDWR)
+    os.dup2(full, log._file)
+    os.close(full)
     for event in EVENTS:
         log.emit(event)
     log.close()
     (notice,) = heard
     assert notice.level == "warning"
     assert notice.text == (
-        "Cannot write to /dev/full: No space left on device; training goes on, and some of its records are lost."
+        f"Cannot write to {log.path}: No space left on device; training goes on, and some of its records are lost."
     )
 
 
@@ -295,6 +299,25 @@ def test_a_log_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
 def test_a_missing_log_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match=r"^Cannot read the event log .*: No such file or directory\.$"):
         read_events(tmp_path / "events.jsonl")
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "events-0001.jsonl"])
+def test_a_pipe_in_the_place_of_a_log_is_a_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "events.jsonl").touch()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(LockstepError, match=rf"^Cannot read the event log .*/{name}: it is not a plain file\.$"):
+        read_events(tmp_path)
+    with pytest.raises(LockstepError, match=r"^Cannot write the event log .*: it is not a plain file\.$"):
+        EventLog(tmp_path / name, never)
+
+
+def test_a_log_larger_than_any_is_a_sentence(tmp_path: Path) -> None:
+    log = tmp_path / "events.jsonl"
+    log.touch()
+    os.truncate(log, MAX_LOG_BYTES + 1)  # without a byte on the disk
+    with pytest.raises(LockstepError, match=r"it has more than the 536,870,912 bytes that make sense\.$"):
+        read_events(tmp_path)
 
 
 def test_a_name_that_is_no_utf_8_is_written_and_read_back(tmp_path: Path) -> None:

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.data.plain_files import READ_TIMEOUT_S
-from lockstep.data.sources import DataSet, hash_arrays, hash_labels
+from lockstep.data.sources import IMAGES, DataSet, choose_probes, describe_bytes, hash_arrays, hash_labels, read_probes
 from lockstep.data.threads import GivenUp, Steps, look
 from lockstep.errors import LockstepError
 from lockstep.named import describe, phrase_error
 
 SPLITS = {"train": "training", "val": "validation"}
 MAX_CLASSES = 1 << 20
-NUM_PROBES = 32  # samples whose bytes stand for all in a fingerprint
 MEMBERS = ("classes", "num_samples", "labels", "read", "name", "fingerprint")  # of a DataSet
 
 
@@ -35,6 +34,7 @@ class OwnData:
         self._lock = contextlib.nullcontext() if getattr(samples, "is_thread_safe", False) is True else threading.Lock()
         self.labels = labels
         self.classes = classes
+        self.read_timeout_s = READ_TIMEOUT_S  # for the samples of its fingerprint
 
     @property
     def num_samples(self) -> int:
@@ -57,22 +57,11 @@ class OwnData:
 
     def fingerprint(self) -> dict[str, str]:
         """What tells this data from other: how many, their labels, and the bytes of a few of them."""
-        probes = np.unique(np.linspace(0, self.num_samples - 1, NUM_PROBES).astype(np.int64)).tolist()
-
-        def read(steps: Steps) -> list[bytes]:
-            found = []
-            for index in probes:
-                steps.ask(self.name(index))
-                try:
-                    found.append(self.read(index))
-                except OSError:
-                    found.append(b"")
-            return found
-
-        return {
-            "labels": hash_labels(self.classes, self.labels),
-            "bytes": hash_arrays(*look(read, READ_TIMEOUT_S)),
-        }
+        found = read_probes(self, self.read_timeout_s)
+        told = {"labels": hash_labels(self.classes, self.labels), IMAGES: describe_bytes(found)}
+        if len(found) == len(choose_probes(self.num_samples)):  # what checkpoints of earlier versions have
+            told["bytes"] = hash_arrays(*found.values())
+        return told
 
 
 def open_own(train: Any, val: Any, limit_s: float = READ_TIMEOUT_S) -> tuple[DataSet, DataSet]:
@@ -89,7 +78,10 @@ def open_own(train: Any, val: Any, limit_s: float = READ_TIMEOUT_S) -> tuple[Dat
                 f"{_open(name_sample(splits[split], split, int(wrong[0])))} has label {numbers[wrong[0]]}; labels "
                 f"number the {len(classes)} classes from 0."
             )
-    return OwnData(train, "train", labels["train"], classes), OwnData(val, "val", labels["val"], classes)
+    opened = OwnData(train, "train", labels["train"], classes), OwnData(val, "val", labels["val"], classes)
+    for source in opened:
+        source.read_timeout_s = limit_s
+    return opened
 
 
 def _open(text: str) -> str:

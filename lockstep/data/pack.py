@@ -14,6 +14,7 @@ import queue
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,23 @@ STAT_FILES = 4096  # files looked at by one thread at a time
 STAT_THREADS = 16  # they only wait, for a disk that may be far away
 
 
+def clean(text: str) -> str:
+    """A text of one line that moves no cursor, whatever names of files are in it; what is no UTF-8 stays as it is."""
+    return "".join(letter if letter.isprintable() or "\ud800" <= letter <= "\udfff" else " " for letter in text)
+
+
+@contextmanager
+def _clean_sentences() -> Iterator[None]:
+    """What went wrong inside in words that can be printed."""
+    try:
+        yield
+    except LockstepError as error:
+        if (text := clean(str(error))) == str(error):
+            raise
+        raise LockstepError(text) from error
+
+
+@_clean_sentences()
 def pack_folder(
     source: Path,
     target: Path,
@@ -59,12 +77,12 @@ def pack_folder(
 
     A finished pack is left as it is. `short_side` 0 keeps every file's bytes, `decode` decodes each image to see that
     it is whole. `progress` makes a display of (samples done, total) from a title; `say` is told what the folder holds
-    beside its images.
+    beside its images. Names in what it says, raises and returns are fit for a terminal.
     """
     look(partial(_refuse_places, source, target), read_timeout_s)
     folders = open_packable(source, read_timeout_s, val_share)
     for note in (note for folder in folders for note in folder.notes):
-        say(note)
+        say(clean(note))
     sizes = [
         measure_sizes(folder, progress(f"Looking at {split}"), read_timeout_s)
         for folder, split in zip(folders, SPLITS, strict=True)
@@ -92,7 +110,7 @@ def pack_folder(
                 _write_shards([job for split in jobs for job in split], workers, progress("Packing"))
                 indexes = [_finish_split(target, split, part) for split, part in zip(SPLITS, jobs, strict=True)]
         shutil.rmtree(target / WORK_FOLDER, ignore_errors=True)
-        return indexes
+        return [replace(index, skipped=tuple(map(clean, index.skipped))) for index in indexes]
     except OSError as error:
         raise cannot_write(target, error) from error
 

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import ClassVar, NamedTuple, Self, Unpack
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +27,9 @@ from lockstep.data.workshop import Crew, Means, Workshop
 
 # Batches ahead where nothing is set: at first, and at most.
 FIRST_DEPTH, MAX_DEPTH = 2, 8
+# Batches ahead that a setting asks for are at most so many bytes, however many it asks for; what any batch takes is no
+# pixels but requests, tasks and draws.
+MAX_AHEAD_BYTES, BATCH_BYTES = 4 << 30, 1 << 16
 KEPT_TIMES = 32  # of batches that were handed over, for whoever draws a few steps
 # Evaluation keeps this many times the output's pixels a side when it decodes at a reduced scale: nothing fine is lost.
 EVAL_MARGIN = 2
@@ -58,12 +62,18 @@ class Pipeline:
     resident_share: ClassVar[float]  # of the free device memory, for images that are to stay there
 
     def __init__(
-        self, source: Source, bad_share: float, read_timeout_s: float, prefetch_batches: int, means: Means
+        self,
+        source: Source,
+        bad_share: float,
+        read_timeout_s: float,
+        prefetch_batches: int,
+        batch_pixels: int,
+        means: Means,
     ) -> None:
         self._source = source
         self.reader = SampleReader(source, bad_share, read_timeout_s)
         self._workshop = Workshop(self.reader, **means, share=self.resident_share)
-        self._depth = prefetch_batches or FIRST_DEPTH
+        self._depth = limit_depth(prefetch_batches, batch_pixels, means) or FIRST_DEPTH
 
     @property
     def bad(self) -> dict[int, str]:
@@ -92,6 +102,12 @@ class Pipeline:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def limit_depth(prefetch_batches: int, batch_pixels: int, means: Means) -> int:
+    """Batches ahead, as asked for where the memory of a machine can be expected to hold them."""
+    num_bytes = 3 * batch_pixels * means.get("dtype", torch.float32).itemsize + BATCH_BYTES
+    return min(prefetch_batches, max(MAX_DEPTH, MAX_AHEAD_BYTES // num_bytes))
 
 
 class TrainPipeline(Pipeline):
@@ -124,12 +140,14 @@ class TrainPipeline(Pipeline):
         flip_in_turn: bool = False,
         **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
+        largest = max([image_size, *(size for _, size in image_sizes)])
+        batch_pixels = -(-global_batch // world_size) * largest**2
+        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, batch_pixels, means)
         self._global_batch, self._rank, self._world_size, self._seed = global_batch, rank, world_size, seed
         self._image_size, self._image_sizes = image_size, image_sizes
         self._crop_area, self._crop_ratio, self._flips = crop_area, crop_ratio, (flip, flip_in_turn)
         self._augmentation = augmentation
-        self._max_depth = prefetch_batches or MAX_DEPTH
+        self._max_depth = self._depth if prefetch_batches else MAX_DEPTH
         self._num_taken = 0
         self._planned = start
         self._ahead: deque[tuple[StepPlan, Pending]] = deque()
@@ -139,7 +157,8 @@ class TrainPipeline(Pipeline):
         return self
 
     def __next__(self) -> Batch:
-        while len(self._ahead) <= self._depth:
+        # Deep by and by: the first step waits for few batches, and a short run does not make more than it takes.
+        while len(self._ahead) <= min(self._depth, MAX_DEPTH + self._num_taken):
             self._ahead.append(self._start(self._planned))
             self._planned = self._ahead[-1][0].next
         plan, pending = self._ahead.popleft()
@@ -228,7 +247,7 @@ class EvalPipeline(Pipeline):
         read_timeout_s: float = READ_TIMEOUT_S,
         **means: Unpack[Means],
     ) -> None:
-        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, means)
+        super().__init__(source, bad_share, read_timeout_s, prefetch_batches, batch_size * image_size**2, means)
         self._batch_size = batch_size
         self._starts = range(batch_size * rank, source.num_samples, batch_size * world_size)
         self._image_size, self._eval_resize = image_size, eval_resize

@@ -22,7 +22,16 @@ from lockstep.data.index import Index, read_index
 from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S, check_length, measure_plain, open_plain
 from lockstep.data.record import BLOCK, parse_name
-from lockstep.data.sources import describe_share, hash_arrays, hash_labels
+from lockstep.data.sources import (
+    IMAGES,
+    choose_probes,
+    describe_bytes,
+    describe_probes,
+    describe_share,
+    hash_arrays,
+    hash_labels,
+    read_probes,
+)
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 
@@ -83,7 +92,8 @@ class Shards:
         self._blocks = _gather(index.offsets, chosen, np.dtype(np.uint32), BLOCK)
         self._lengths = _gather(index.lengths, chosen, np.dtype(np.uint32))
         self._checksums = _gather(index.checksums, chosen, np.dtype(np.uint32))
-        self._checks_bytes = checks_bytes and has_checksums(index)
+        self._has_checksums = has_checksums(index)
+        self._checks_bytes = checks_bytes and self._has_checksums
         self._paths = [root / shard.name for shard in index.shards]
         kind = np.min_scalar_type(max(1, len(self._paths)))
         counts = [shard.num_samples for shard in index.shards]
@@ -91,8 +101,11 @@ class Shards:
         self._open = _build_opener()
         self.notes = describe_skipped(root, index)  # what its reader should know of it, in sentences
         # Not the offsets: the same samples in shards of another size are the same data.
-        content = hash_arrays(self._lengths, self._checksums)
-        self._fingerprint = {"labels": hash_labels(index.classes, self.labels), "bytes": content}
+        self._fingerprint = {"labels": hash_labels(index.classes, self.labels)}
+        if self._has_checksums:
+            self._fingerprint["bytes"] = hash_arrays(self._lengths, self._checksums)
+        else:  # by another name: a run may go on when the tar files have got their checksums
+            self._fingerprint["lengths"] = hash_arrays(self._lengths)
 
     @property
     def num_samples(self) -> int:
@@ -115,8 +128,19 @@ class Shards:
         return data
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells this data from other: labels, lengths and checksums."""
+        """What tells this data from other: labels, lengths and checksums; a few of them as a folder has them, too."""
+        if IMAGES not in self._fingerprint:
+            self._fingerprint[IMAGES] = self._describe_probes()
         return self._fingerprint
+
+    def _describe_probes(self) -> str:
+        if not self._has_checksums:
+            return describe_bytes(read_probes(self, READ_TIMEOUT_S))
+        probes = choose_probes(self.num_samples)
+        lengths, checksums = (
+            dict(zip(probes, values[probes].tolist(), strict=True)) for values in (self._lengths, self._checksums)
+        )
+        return describe_probes(lengths, checksums)
 
     def where(self, index: int) -> str:
         """The shard and the sample's number, which are known without reading."""

@@ -9,7 +9,9 @@ what was not followed are its notes, which a run says first.
 import errno
 import hashlib
 import os
+import zlib
 from collections import Counter
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from lockstep.data.metadata import METADATA, find_metadata, read_metadata
 from lockstep.data.order import choose_held_out
 from lockstep.data.plain_files import READ_TIMEOUT_S, measure_plain, read_plain
-from lockstep.data.threads import Steps, look
+from lockstep.data.threads import GivenUp, Steps, look, read_one
 from lockstep.errors import LockstepError
 
 # What `decode.py` reads; everything else is left out by name.
@@ -28,6 +30,8 @@ IMAGE_SUFFIXES = (".jpeg", ".jpg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".t
 TRAIN = "train"
 VAL_NAMES = ("val", "validation", "valid", "test")  # the first that is there
 NAMED = 5  # things that a sentence names
+NUM_PROBES = 32  # samples whose bytes stand for all in a fingerprint
+IMAGES = "images"  # where a fingerprint has them
 
 
 class Source(Protocol):
@@ -64,6 +68,52 @@ def hash_labels(classes: tuple[str, ...], labels: NDArray[np.integer[Any]]) -> s
     return hash_arrays("\0".join(classes).encode(errors="surrogateescape"), labels.astype(np.int64))
 
 
+def choose_probes(num_samples: int) -> list[int]:
+    """The samples that stand for all: the same of a folder and of its pack."""
+    return sorted({int(number) for number in np.linspace(0, num_samples - 1, NUM_PROBES)})
+
+
+def read_probes(source: Source, limit_s: float) -> dict[int, bytes]:
+    """The bytes of these samples, but for those that cannot be read or do not come while there is time.
+
+    They are left out rather than an error: a run bears a few bad samples, and says itself when a disk hangs.
+    """
+    found: dict[int, bytes] = {}
+    is_wanted = True
+
+    def read() -> None:
+        for number in choose_probes(source.num_samples):
+            with suppress(OSError):
+                data = source.read(number)
+                if not is_wanted:  # whoever waited has gone on
+                    raise GivenUp
+                found[number] = data
+
+    with suppress(TimeoutError):
+        read_one(read, limit_s, "the samples that stand for all")
+    is_wanted = False
+    return dict(found)
+
+
+def describe_probes(lengths: dict[int, int], checksums: dict[int, int]) -> str:
+    """Numbers of samples with their length and CRC-32, which a pack's index knows without reading one."""
+    return " ".join(f"{number}={lengths[number]}-{checksums[number]:08x}" for number in lengths)
+
+
+def describe_bytes(found: dict[int, bytes]) -> str:
+    """The same of samples that were read."""
+    lengths = {number: len(data) for number, data in found.items()}
+    return describe_probes(lengths, {number: zlib.crc32(data) for number, data in found.items()})
+
+
+def is_same(kind: str, one: str, other: str) -> bool:
+    """Whether two fingerprints agree in a kind; of samples those count that could be read both times."""
+    if kind != IMAGES:
+        return one == other
+    ones, others = (dict(part.partition("=")[::2] for part in text.split()) for text in (one, other))
+    return all(ones[number] == others[number] for number in ones.keys() & others.keys())
+
+
 def hash_name(name: bytes) -> int:
     """What a sample is called, as 64 bits: the same wherever its folder lies and whatever lies beside it."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
@@ -86,6 +136,7 @@ class ImageFolder:
         self.classes = classes
         self.labels = labels
         self.notes = notes  # what its reader should know of it, in sentences
+        self.read_timeout_s = READ_TIMEOUT_S  # for the samples of its fingerprint
 
     def split_below(self, root: Path) -> str:
         """The name of the folder in `root` that the paths start from; nothing where they start from there."""
@@ -111,9 +162,10 @@ class ImageFolder:
         return measure_plain(self._path(index))
 
     def fingerprint(self) -> dict[str, str]:
-        """What tells this data from other: names and labels. Not sizes: a million files would have to be asked."""
+        """What tells this data from other: names, labels and the bytes of a few: of all it would take an epoch."""
         names = hash_arrays(self.paths, self.ends)
-        return {"labels": hash_labels(self.classes, self.labels), "names": names}
+        images = describe_bytes(read_probes(self, self.read_timeout_s))
+        return {"labels": hash_labels(self.classes, self.labels), "names": names, IMAGES: images}
 
     def hash_names(self) -> NDArray[np.uint64]:
         """A hash of each file's name, from the split's folder on."""
@@ -276,7 +328,10 @@ def open_folder(
     With a `val_share` that part of train/ is the validation split, chosen by the files' names.
     """
     root = Path(root).expanduser()
-    return look(lambda steps: _open_folder(root, val_share, steps), limit_s)
+    splits = look(lambda steps: _open_folder(root, val_share, steps), limit_s)
+    for split in splits:
+        split.read_timeout_s = limit_s
+    return splits
 
 
 def _open_folder(root: Path, val_share: float, steps: Steps) -> tuple[ImageFolder, ImageFolder]:

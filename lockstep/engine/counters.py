@@ -109,6 +109,10 @@ def _check_place(state: Mapping[str, Any]) -> None:
         raise DamagedCheckpoint("its cursor lies beyond the data")
     if ledger["count"] != cursor.position:
         raise DamagedCheckpoint("its ledger has not as many samples as its cursor")
+    # Not more than steps: a run that went on with larger batches counts those anew, and what its rule counted stays.
+    num_seen = cursor.epoch * order["num_samples"] + cursor.position
+    if "global_batch" in order and state["rule_steps"] > num_seen:
+        raise DamagedCheckpoint("its rule has taken more steps than there were samples")
     if "global_batch" in order and step_at(cursor, order["num_samples"], order["global_batch"]) != state["step"]:
         raise DamagedCheckpoint("its cursor is not that of its step")
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -81,11 +82,14 @@ def _is_at(file: int, path: Path) -> bool:
 def _lock_file(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     except OSError as error:
         raise LockstepError(
             f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."
         ) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise LockstepError(f"{folder / LOCK_FILE} is not a plain file, so no run can hold it; remove it.")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

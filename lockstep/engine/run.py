@@ -28,7 +28,15 @@ from lockstep.engine.owner import own_folder
 from lockstep.engine.reuse import Kept
 from lockstep.engine.scanned import share_scanned
 from lockstep.engine.start_weights import load_start
-from lockstep.engine.starting import has_finished, list_changes, phrase_finished, settle_like
+from lockstep.engine.starting import (
+    has_finished,
+    has_log,
+    is_begun,
+    list_changes,
+    phrase_finished,
+    phrase_unconfigured,
+    settle_like,
+)
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
@@ -150,8 +158,12 @@ def check_alike(config: RunConfig, world: World) -> None:
 
 def prepare_folder(folder: Path) -> None:
     """See that the folder holds no other run."""
-    if any(folder.glob("events*.jsonl")):  # the log, or only its full parts
-        raise LockstepError(f"{folder} already holds a run; add --resume to go on with it, or choose another --out.")
+    if has_log(folder):
+        raise LockstepError(
+            f"{folder} already holds a run; add --resume to go on with it, or choose another --out."
+            if is_begun(folder)
+            else phrase_unconfigured(folder)
+        )
 
 
 def describe_changes(folder: Path, config: RunConfig) -> str:

@@ -9,7 +9,8 @@ import json
 import os
 import shlex
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from lockstep.events import LOG_NAME, RunStarted, decode, list_full_parts
 from lockstep.files import read_small
 from lockstep.recipe_values import show
 from lockstep.recipes.read import is_packaged, load_recipe
-from lockstep.restarts import count_restarts
+from lockstep.restarts import count_restarts, is_restarted_by_agent, name_job, read_agent_start
 
 Resume = Literal["no", "yes", "auto"]
 
@@ -28,6 +29,10 @@ PATHS = ("data.path", "comm.cluster", "model.weights")
 MAX_SUMMARY_BYTES = 1 << 20
 MAX_LINE_BYTES = 4 << 20  # of a log, where it is looked through for a name
 MAX_LINES = 100  # before the record that opens a run come a few notices at most
+STAMP = "%Y%m%d-%H%M%S"
+CLOCK_S = 1.0  # by which a file system's clock may differ from the machine's
+
+_num_unnamed: Counter[str] = Counter()  # runs of this process whose folder nobody gave, by that folder's name
 
 
 @dataclass(frozen=True)
@@ -44,30 +49,69 @@ def plan_start(target: str, settings: list[str], out: Path | None, resume: Resum
     """The run to start, or to go on with: on a resume with the configuration it was started with, and `settings`."""
     if resume == "auto":
         return _start_or_go_on(target, settings, out)
-    if resume == "yes" or was_begun(target, out):
-        folder = out or (Path(target) if Path(target).is_dir() else find_last_run(target))
-        return go_on(folder, settings)
-    if out is None and not is_packaged(target) and is_begun(Path(target)):
-        raise LockstepError(
-            f"{target} is a run's folder; add --resume to go on with it, or --out to start another run with its "
-            "configuration."
-        )
+    if resume == "yes":
+        return go_on(out or (Path(target) if Path(target).is_dir() else find_last_run(target)), settings)
+    if out is None:
+        if not is_packaged(target) and is_begun(Path(target)):
+            raise LockstepError(
+                f"{target} is a run's folder; add --resume to go on with it, or --out to start another run with its "
+                "configuration."
+            )
+        return _start_in_job(target, settings)
+    if count_restarts(os.environ) and is_begun(out):
+        return go_on(out, settings)
     return start_anew(target, settings, out)
 
 
 def start_anew(target: str, settings: list[str], out: Path | None) -> Start:
     """A new run of a recipe."""
     name, wanted = load_recipe(target, settings)
-    folder = out or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = out or Path("runs") / f"{name}-{time.strftime(STAMP)}"
     return Start(name, folder, make_absolute(wanted), resume=False)
 
 
 def go_on(folder: Path, settings: list[str]) -> Start:
     """A run that is there already."""
     if not is_begun(folder):
-        raise LockstepError(f"{folder} is not a run's folder, so there is nothing to resume; start without --resume.")
+        raise LockstepError(
+            phrase_unconfigured(folder)
+            if has_log(folder)
+            else f"{folder} is not a run's folder, so there is nothing to resume; start without --resume."
+        )
     _, wanted = load_recipe(str(folder), settings)
     return Start(read_recipe_name(folder), folder, make_absolute(wanted), resume=True)
+
+
+def _start_in_job(target: str, settings: list[str]) -> Start:
+    """A run whose folder nobody gave: one that may be started again has its job's name, and is found by that alone."""
+    dated = start_anew(target, settings, None)
+    job, restarts = name_job(os.environ), count_restarts(os.environ)
+    if not job and restarts:
+        raise LockstepError(
+            f"This run of {dated.name} was started again, and nothing tells which folder under runs/ is its own; give "
+            "--out, and it goes on by itself."
+        )
+    if not job:
+        return dated
+    name = f"{dated.name}-{job}"
+    _num_unnamed[name] += 1
+    # A program that trains several times does so in the same order when it is started again.
+    number = f"-{_num_unnamed[name]}" if _num_unnamed[name] > 1 else ""
+    start = replace(dated, folder=Path("runs") / f"{name}{number}")
+    if not is_begun(start.folder):
+        return start
+    if not restarts:
+        # The next command of a Slurm job starts another run. Under torchrun it may be this one: a node that has joined
+        # it does not know of it, and where no rank does, the folder is refused.
+        return dated if job.startswith("slurm") else start
+    if is_restarted_by_agent(os.environ) and _is_older(start.folder, read_agent_start()):
+        return start  # of another job by the same name: refused likewise
+    return _go_on_alike(start, "Give --out.")
+
+
+def _is_older(folder: Path, when_s: float) -> bool:
+    """Whether a run was begun, or last gone on with, before that time."""
+    return (folder / "config.toml").stat().st_mtime < when_s - CLOCK_S
 
 
 def _start_or_go_on(target: str, settings: list[str], out: Path | None) -> Start:
@@ -78,12 +122,17 @@ def _start_or_go_on(target: str, settings: list[str], out: Path | None) -> Start
     start = start_anew(target, settings, folder)
     if not is_begun(folder):
         return start
-    before = go_on(folder, [])
+    known = shlex.quote(str(folder))
+    return _go_on_alike(
+        start, f"Go on with these by lockstep train {known} --resume and --set, or choose another --out."
+    )
+
+
+def _go_on_alike(start: Start, advice: str) -> Start:
+    """The run in a folder, if it was started with the settings that are asked for."""
+    before = go_on(start.folder, [])
     if changes := list_changes(before.config, settle_like(start.config, before.config)):
-        raise LockstepError(
-            f"{folder} holds a run with other settings: {'; '.join(changes)}. Go on with these by lockstep train "
-            f"{shlex.quote(str(folder))} --resume and --set, or choose another --out."
-        )
+        raise LockstepError(f"{start.folder} holds a run with other settings: {'; '.join(changes)}. {advice}")
     return before
 
 
@@ -102,24 +151,27 @@ def is_begun(folder: Path) -> bool:
     return (folder / "config.toml").is_file()
 
 
-def was_begun(target: str, out: Path | None) -> bool:
-    """Whether this rank was started again, and the run had left its configuration before it was lost."""
-    if not count_restarts(os.environ):
-        return False
-    if out is None:
-        name, _ = load_recipe(target)
-        return any(Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
-    return is_begun(out)
+def has_log(folder: Path) -> bool:
+    """Whether a run has left its log in a folder, or only the log's full parts."""
+    return any(folder.glob("events*.jsonl"))
 
 
 def find_last_run(target: str) -> Path:
     """The newest run of a recipe under runs/."""
     name, _ = load_recipe(target)
-    runs = sorted(file.parent for file in Path("runs").glob(f"{name}-[0-9]*-[0-9]*/config.toml"))
+    patterns = ("[0-9]*-[0-9]*", "job-*", "slurm-*")
+    files = [file for pattern in patterns for file in Path("runs").glob(f"{name}-{pattern}/config.toml")]
+    runs = [file.parent for file in sorted(files, key=lambda file: _date(file, name))]
     if not runs:
         raise LockstepError(f"No run of {name} lies under runs/; start without --resume, or give --out.")
     # One that ended before its first checkpoint is gone on with only if there is no other.
     return next((run for run in reversed(runs) if any(run.glob("checkpoints/step-*/manifest.json"))), runs[-1])
+
+
+def _date(file: Path, name: str) -> str:
+    """When a run was started, by its folder's name; one that has its job's name, by its configuration's age."""
+    date = file.parent.name.removeprefix(f"{name}-")
+    return date if date[0].isdigit() else time.strftime(STAMP, time.localtime(file.stat().st_mtime))
 
 
 def make_absolute(config: RunConfig) -> RunConfig:
@@ -176,6 +228,20 @@ def has_finished(folder: Path) -> bool:
 def phrase_finished(folder: Path) -> str:
     """What there is to say of a run that may be finished, and is."""
     return f"{folder} is finished, and nothing is left to do; a longer train.duration goes on with it."
+
+
+def phrase_unconfigured(folder: Path) -> str:
+    """What there is to say of a folder that can be neither gone on with nor started in."""
+    return (
+        f"{folder} holds a run whose config.toml is missing; put that back and add --resume, or choose another --out."
+    )
+
+
+def phrase_last_good(checkpoint: Path | None) -> str:
+    """The end of a sentence on a run that diverged: where to go on once it is put right."""
+    return (
+        f"go on from the last good checkpoint, {checkpoint}, with --resume." if checkpoint else "start the run again."
+    )
 
 
 def phrase_go_on(folder: Path, ranks: str | None, restarts: int = 0, log: str = "") -> str:

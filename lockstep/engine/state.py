@@ -19,9 +19,11 @@ from torch import Tensor
 
 from lockstep.comm.world import World
 from lockstep.data.order import Cursor, Ledger, step_at
+from lockstep.data.sources import IMAGES, is_same
 from lockstep.engine.build import Parts, share_array
 from lockstep.engine.checkpoint import Files, Saved, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.engine.counters import CLASSES, check_counters, describe_counters, fill_counters, name_classes
+from lockstep.engine.starting import phrase_last_good
 from lockstep.engine.state_files import (
     AVERAGE,
     WEIGHTS,
@@ -132,8 +134,7 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
     good = next(iter(list_checkpoints(folder)), None)
     raise Diverged(
         f"After step {step} the {found or 'arrays of another rank'} are no longer finite, so no checkpoint was "
-        "written; lower optim.lr or lengthen optim.warmup, and "
-        + (f"go on from the last good one, {good}, with --resume." if good else "start the run again.")
+        f"written; lower optim.lr or lengthen optim.warmup, and {phrase_last_good(good)}"
     )
 
 
@@ -268,10 +269,14 @@ def _check_order(order: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
                 f"The checkpoint was written with {name} = {saved[name]}, this run has {order[name]}; "
                 "resume with the seed and the data the run was started with."
             )
-    # A folder and its pack have only the labels in common; an older checkpoint knows nothing of the data.
+    # A folder and its pack have labels and a few images in common; an older checkpoint knows less of the data.
     now, then = order.get("data", {}), saved.get("data", {})
-    if different := sorted(kind for kind in now.keys() & then.keys() if now[kind] != then[kind]):
+    different = {kind for kind in now.keys() & then.keys() if not is_same(kind, now[kind], then[kind])}
+    if different:
+        if "bytes" in different:  # of all images: the few say nothing more
+            different.discard(IMAGES)
+        kinds = " and ".join(sorted(different))
         raise LockstepError(
-            f"The training data has changed since the checkpoint was written (other {' and '.join(different)}); resume "
-            "with the data the run was started with, or start a new run."
+            f"The training data has changed since the checkpoint was written (other {kinds}); "
+            "resume with the data the run was started with, or start a new run."
         )

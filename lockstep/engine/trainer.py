@@ -24,6 +24,7 @@ from lockstep.engine.anchor_pass import Anchors, build_anchors
 from lockstep.engine.apply import Step
 from lockstep.engine.averaged import describe_evaluation, evaluate_both
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
+from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.fit import describe_fit
 from lockstep.engine.giving_up import SLOW, is_given_up
@@ -37,6 +38,7 @@ from lockstep.engine.reuse import Kept
 from lockstep.engine.setup import default_plan_folder
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
+from lockstep.engine.starting import phrase_last_good
 from lockstep.engine.state import State, save_state, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import Diverged, LockstepError, SharedError
@@ -345,9 +347,10 @@ class Trainer:
         num_good = window.steps - num_skipped
         loss = tally[LOSS] / num_good if num_good else math.nan
         if num_good and not math.isfinite(loss):
+            good = next(iter(list_checkpoints(self.folder / "checkpoints")), None)
             raise Diverged(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
-                "lengthen optim.warmup."
+                f"lengthen optim.warmup, and {phrase_last_good(good)}"
             )
         self._emit(
             StepDone(

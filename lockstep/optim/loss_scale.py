@@ -5,7 +5,6 @@ overflowed is skipped and halves the scale; many good steps in a row double it. 
 device: the host reads them when it logs, never during a step. All ranks see the same sums and so decide alike.
 """
 
-
 import torch
 from torch import Tensor
 

@@ -15,6 +15,7 @@ from PIL import Image
 from lockstep.data.decode import decode, read_header
 from lockstep.data.own_data import OwnData, open_own
 from lockstep.data.reader import SampleReader
+from lockstep.data.sources import is_same
 from lockstep.errors import LockstepError
 from tests.own import Broken, Pictures
 
@@ -179,7 +180,23 @@ def test_other_data_has_another_fingerprint() -> None:
     assert same == open_first(Pictures(40)).fingerprint()
     assert same["labels"] == open_first(Pictures(40, seed=9)).fingerprint()["labels"]
     assert same["bytes"] != open_first(Pictures(40, seed=9)).fingerprint()["bytes"]
+    assert same["images"] != open_first(Pictures(40, seed=9)).fingerprint()["images"]
     assert same["labels"] != open_first(Pictures(41)).fingerprint()["labels"]
+
+
+def test_a_sample_that_cannot_be_read_now_is_no_other_data() -> None:
+    class Torn(Pictures):
+        labels = property(lambda self: [number % 2 for number in range(len(self))])
+
+        def __getitem__(self, number: int) -> tuple[bytes, int]:
+            if number == 0:
+                raise OSError("no answer")
+            return super().__getitem__(number)
+
+    whole, part = open_first(Pictures(40)).fingerprint(), open_first(Torn(40)).fingerprint()
+    assert whole.keys() - part.keys() == {"bytes"}
+    assert len(part["images"].split()) == len(whole["images"].split()) - 1
+    assert all(is_same(kind, whole[kind], text) for kind, text in part.items())
 
 
 def test_an_object_that_does_not_answer_is_given_up() -> None:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import tarfile
@@ -555,3 +556,23 @@ def test_a_part_with_a_number_of_another_shard_is_written_again(source: Path, tm
     pack_folder(source, target, shard_mb=0.03)
     pack_folder(source, tmp_path / "whole", shard_mb=0.03)
     assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_names_that_move_a_cursor_are_printed_as_plain_text(source: Path, tmp_path: Path) -> None:
+    ants = source / "train" / "ant"
+    (ants / "a\x1b[2J\a\nlockstep: all is well.jpg").write_bytes(b"no image")
+    (ants / "notes\x1b]0;title\a.txt").touch()
+    for skip in ([], ["--skip-bad"]):
+        status, out, err = commands.run("data", "pack", str(source), str(tmp_path / "pack"), *skip)
+        assert status == (not skip)
+        printed = out.replace("\n", "") + err.replace("\n", "")
+        assert printed.isprintable()
+        assert "notes ]0;title .txt" in out
+        assert "a [2J  lockstep: all is well.jpg" in (out if skip else err)
+        assert not any(line.startswith("lockstep: all") for line in (out + err).splitlines())
+    shutil.rmtree(source / "val" / "ant")
+    (source / "train" / "bee").rename(source / "train" / "b\x1bee")
+    status, _, err = commands.run("data", "pack", str(source), str(tmp_path / "other"))
+    assert status == 1
+    assert err.count("\n") == 1
+    assert "b ee" in err

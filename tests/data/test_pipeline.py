@@ -16,8 +16,9 @@ from PIL import Image
 from lockstep.data.decode import decode
 from lockstep.data.generated import build_generated
 from lockstep.data.order import Cursor, Ledger, expected_ledger
-from lockstep.data.pipeline import Batch, EvalPipeline, TrainPipeline
+from lockstep.data.pipeline import MAX_DEPTH, Batch, EvalPipeline, TrainPipeline, limit_depth
 from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.data.workshop import Means
 from lockstep.errors import LockstepError
 from tests.data.pictures import BAD_AMONG_ODD, huge_jpeg, huge_png, odd_photos
 
@@ -381,3 +382,34 @@ def test_an_evaluation_can_be_begun_before_it_is_asked_for(folder: tuple[ImageFo
 def test_nvjpeg_without_a_gpu_is_refused(decoder: str) -> None:
     with pytest.raises(LockstepError, match=rf'data\.decoder = "{decoder}" needs a CUDA device'):
         train_pipeline(Images(4), decoder=decoder)
+
+
+def test_a_setting_beyond_measure_prepares_no_more_than_a_short_run_takes(
+    folder: tuple[ImageFolder, ImageFolder],
+) -> None:
+    usual, deep = (train_pipeline(folder[0], prefetch_batches=ahead) for ahead in (2, 1 << 20))
+    with deep:
+        first = next(deep)
+        assert len(deep._ahead) <= MAX_DEPTH
+        batches = [first, *islice(deep, 5)]
+        assert len(deep._ahead) <= MAX_DEPTH + 6
+    assert all(map(same, batches, take(6, usual)))
+
+
+def test_what_is_asked_for_is_reached_by_and_by(folder: tuple[ImageFolder, ImageFolder]) -> None:
+    with train_pipeline(folder[0], prefetch_batches=12) as pipeline:
+        assert pipeline.depth == 12
+        ahead = [len(pipeline._ahead) for _ in islice(pipeline, 6)]
+    assert ahead == [8, 9, 10, 11, 12, 12]
+
+
+def test_batches_ahead_are_limited_by_their_bytes() -> None:
+    means = Means(mean=MEAN, std=STD, threads=1, device=CPU)
+    photographs = 256 * 224**2
+    assert limit_depth(0, photographs, means) == 0
+    assert limit_depth(20, photographs, means) == 20
+    depth = limit_depth(1 << 20, photographs, means)
+    assert depth * 12 * photographs < 2**32 < (depth + 2) * 12 * photographs
+    assert limit_depth(1 << 20, photographs, Means(**means, dtype=torch.bfloat16)) in (2 * depth, 2 * depth + 1)
+    assert limit_depth(1 << 20, 100 * photographs, means) == MAX_DEPTH
+    assert limit_depth(1 << 20, 1, means) < 1 << 16

@@ -21,7 +21,7 @@ from lockstep.data.index import ARRAYS, Index, read_index, write_index
 from lockstep.data.pack import pack_folder
 from lockstep.data.reader import SampleReader
 from lockstep.data.shards import Shards, is_packed, open_shards
-from lockstep.data.sources import ImageFolder, open_folder
+from lockstep.data.sources import IMAGES, ImageFolder, open_folder
 from lockstep.errors import LockstepError
 from tests.data.pictures import encode, picture
 
@@ -227,3 +227,13 @@ def test_what_was_left_out_of_a_pack_is_a_note_of_it(folder: Path, tmp_path: Pat
     (note,) = train.notes
     assert "1 samples" in note
     assert str(victim) in note
+
+
+def test_a_pack_has_the_images_of_its_folder_in_its_fingerprint_and_no_other_has(
+    folder: Path, pack: Path, tmp_path: Path
+) -> None:
+    images = open_folder(folder)[0].fingerprint()[IMAGES]
+    assert len(images.split()) == 32
+    assert open_shards(pack)[0].fingerprint()[IMAGES] == images
+    pack_folder(folder, tmp_path / "small", short_side=16)
+    assert open_shards(tmp_path / "small")[0].fingerprint()[IMAGES] != images

@@ -2,11 +2,13 @@
 
 import json
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from lockstep.data.sources import open_folder
+from lockstep.data.sources import IMAGES, ImageFolder, is_same, open_folder
 from lockstep.errors import LockstepError
 
 
@@ -243,3 +245,45 @@ def test_what_the_sentence_on_classes_says_works(tmp_path: Path) -> None:
     make(tmp_path, *(f"{name}/{number}.jpg" for name in ("ant", "bee") for number in range(30)))
     train, val = open_folder(tmp_path, val_share=0.1)
     assert (train.classes, train.num_samples + val.num_samples) == (("ant", "bee"), 60)
+
+
+def test_other_pixels_under_the_same_names_are_other_data(tmp_path: Path) -> None:
+    before = open_folder(make(tmp_path, *GOOD))[0].fingerprint()
+    assert open_folder(tmp_path)[0].fingerprint() == before
+    (tmp_path / "train/bee/b.JPEG").write_bytes(b"train/bee/x.JPEG")
+    after = open_folder(tmp_path)[0].fingerprint()
+    assert [kind for kind in before if not is_same(kind, before[kind], after[kind])] == [IMAGES]
+
+
+def test_samples_that_cannot_be_read_tell_nothing_of_the_data(tmp_path: Path) -> None:
+    names = [f"train/ant/{number:03d}.jpeg" for number in range(100)]
+    before = open_folder(make(tmp_path, *GOOD, *names))[0].fingerprint()[IMAGES]
+    assert len(before.split()) == 32
+    train = open_folder(tmp_path)[0]
+    (tmp_path / names[0]).unlink()
+    after = train.fingerprint()[IMAGES]
+    assert len(after.split()) == 31
+    assert is_same(IMAGES, before, after)
+    (tmp_path / train.name(101)).write_bytes(b"other")  # the last is one of those that count
+    assert not is_same(IMAGES, before, train.fingerprint()[IMAGES])
+
+
+def test_a_sample_that_does_not_come_ends_the_look_at_the_data_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = open_folder(make(tmp_path, *GOOD), limit_s=0.3)[0]
+    whole = train.fingerprint()[IMAGES]
+    come, read = threading.Event(), ImageFolder.read
+    monkeypatch.setattr(ImageFolder, "read", lambda self, number: read(self, number) if not number else come.wait(60))
+    start = time.monotonic()
+    part = train.fingerprint()[IMAGES]
+    come.set()
+    assert time.monotonic() - start < 30
+    assert part == whole.split()[0]
+    assert is_same(IMAGES, part, whole)
+
+
+@pytest.mark.parametrize("text", ["", "=", "0", "0= 1=2=3 \x00", "é=é"])
+def test_any_text_may_stand_for_the_samples_of_a_checkpoint(text: str) -> None:
+    assert is_same(IMAGES, text, text)
+    assert is_same(IMAGES, text, "7=1-00000000")

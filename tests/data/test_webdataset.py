@@ -256,3 +256,13 @@ def test_a_damaged_tar_file_is_read_rightly_or_one_sentence(tmp_path: Path) -> N
             assert 0 < offset <= len(data) - length
         assert time.process_time() - start < 2
     assert 20 < num_refused < 290
+
+
+def test_an_index_with_checksums_makes_no_other_data_of_the_tar_files(root: Path) -> None:
+    before = open_root(root)[0].fingerprint()
+    index_tars(root, workers=1)
+    after = open_shards(root)[0].fingerprint()
+    assert len(before["images"].split()) > 1
+    common = before.keys() & after.keys()
+    assert common == {"labels", "images"}
+    assert all(before[kind] == after[kind] for kind in common)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -106,6 +107,72 @@ def test_under_torchrun_the_program_joins_that_world_and_leaves_one_run(images: 
     )
     assert result.returncode == 0, result.stderr
     check_one_run_of_two_ranks(tmp_path / "runs")
+
+
+def run_by_agent(tmp_path: Path, script: str, *options: str) -> "subprocess.CompletedProcess[str]":
+    """A shell with this script as each of two ranks under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--monitor-interval=0.1"]
+    return subprocess.run(
+        [*torchrun, *options, "--no-python", "sh", "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(commands.ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def leave_older_run(tmp_path: Path, wanted: list[str]) -> tuple[Path, dict[Path, bytes]]:
+    """Another run of the recipe, which one that is longer could go on with; and its files."""
+    folder = tmp_path / "runs" / "quickstart-20200101-000000"
+    assert commands.run(*wanted, f"--out={folder}")[0] == 0
+    return folder, read_files(folder)
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_under_torchrun_ranks_that_are_started_again_find_their_own_run_and_no_other(
+    images: Path, tmp_path: Path
+) -> None:
+    """Lost before the run's configuration is there, then after its last word: it is trained once, in its own folder."""
+    old, files = leave_older_run(tmp_path, arguments(images))
+    program = shlex.join([sys.executable, "-m", "lockstep", *arguments(images, "train.duration=2ep")])
+    script = f"case $TORCHELASTIC_RESTART_COUNT in 0) exit 9;; 1) {program}; exit 9;; *) {program};; esac"
+    result = run_by_agent(tmp_path, script, "--standalone", "--max-restarts=2")
+    assert result.returncode == 0, result.stderr
+    (run,) = set((tmp_path / "runs").iterdir()) - {old}
+    assert run.name.startswith("quickstart-job-")
+    assert [event.start_step for event in commands.events(run) if isinstance(event, RunStarted)] == [0]
+    assert commands.summary(run)["status"] == "finished"
+    assert read_files(old) == files
+
+
+def test_under_torchrun_a_run_that_nothing_tells_from_others_is_not_gone_on_with(images: Path, tmp_path: Path) -> None:
+    old, files = leave_older_run(tmp_path, arguments(images))
+    program = shlex.join([sys.executable, "-m", "lockstep", *arguments(images, "train.duration=2ep")])
+    script = f"[ $TORCHELASTIC_RESTART_COUNT = 0 ] && exit 9; {program}"
+    result = run_by_agent(tmp_path, script, f"--master-port={find_port()}", "--max-restarts=1")
+    assert result.returncode != 0
+    assert "lockstep: This run of quickstart was started again" in result.stderr
+    assert list((tmp_path / "runs").iterdir()) == [old]
+    assert read_files(old) == files
+
+
+def test_a_slurm_job_that_is_requeued_finds_its_own_run_and_no_other(images: Path, tmp_path: Path) -> None:
+    old, files = leave_older_run(tmp_path, arguments(images))
+    longer = arguments(images, "train.duration=2ep")
+    status, _, err = commands.run(*longer, cwd=tmp_path, SLURM_RESTART_COUNT="1")
+    assert status == 1
+    assert "give --out" in err
+    for _ in range(2):
+        status, _, err = commands.run(*longer, cwd=tmp_path, SLURM_RESTART_COUNT="1", SLURM_JOB_ID="12")
+        assert status == 0, err
+    run = tmp_path / "runs" / "quickstart-slurm-12"
+    assert set((tmp_path / "runs").iterdir()) == {old, run}
+    assert sum(event.kind == "RunStarted" for event in commands.events(run)) == 1
+    assert read_files(old) == files
 
 
 @pytest.mark.parametrize("backend", ["gloo", over_nccl()])

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.comm.world import World
-from lockstep.engine.owner import check_unowned, lock_folder, own_folder
+from lockstep.engine.checkpoint import MANIFEST
+from lockstep.engine.owner import LOCK_FILE, check_unowned, lock_folder, own_folder
 from lockstep.errors import LockstepError
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -175,3 +177,42 @@ def test_what_a_killed_write_left_aside_is_gone_at_the_next_start(tmp_path: Path
     (tmp_path / ".aside-config.toml-1-1").write_text("half")
     with own_folder(tmp_path, world_of_one()):
         assert {path.name for path in tmp_path.rglob("*")} == {"checkpoints", ".lock"}
+
+
+# Each file of a run, with the commands that cannot do without it.
+NEEDED = {
+    "config.toml": {"train"},
+    "plan.toml": set(),
+    "profile.json": set(),
+    "events.jsonl": {"report", "compare", "train"},
+    "summary.json": set(),
+    LOCK_FILE: {"train"},
+    MANIFEST: set(),
+    "model.safetensors": set(),
+}
+LONGER = "--set=train.duration=11st"
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_pipe_in_the_place_of_a_runs_file_holds_up_nobody(trained_run: Path, tmp_path: Path, name: str) -> None:
+    """Each command ends: with a line that names the place, or as if the file were not there."""
+    folder = Path(shutil.copytree(trained_run, tmp_path / "run"))
+    newest = max((folder / "checkpoints").iterdir())
+    path = newest / name if (newest / name).exists() else folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    for command, *arguments in (("report",), ("compare", str(trained_run)), ("train", "--resume", LONGER)):
+        process = commands.start(command, str(folder), *arguments)
+        status, out, err = commands.finish(process, timeout_s=60)
+        assert "Traceback" not in out + err
+        assert status == (command in NEEDED[name]), err
+        if status:
+            (line,) = err.strip().splitlines()
+            assert str(folder) in line
+
+
+def test_a_pipe_as_the_lock_is_a_sentence(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_FILE)
+    for use in (check_unowned, lock_folder):
+        with pytest.raises(LockstepError, match=r"\.lock is not a plain file, so no run can hold it; remove it\.$"):
+            use(tmp_path)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ from lockstep.comm.world import join_world
 from lockstep.data.index import read_index
 from lockstep.data.order import Cursor, Ledger
 from lockstep.data.pack import pack_folder
+from lockstep.data.sources import ImageFolder
 from lockstep.engine.build import build_parts, build_train_pipeline, open_sources, plan_input
 from lockstep.engine.fit import describe_fit
 from lockstep.engine.run import run_rank
 from lockstep.engine.step import train_step
+from lockstep.errors import LockstepError
 from lockstep.events import Event, Notice
 from lockstep.report.run import SilentSink
 from tests.data.large_index import NUM_SAMPLES, write_large
@@ -140,3 +143,62 @@ def test_resuming_in_the_middle_of_epoch_37_of_imagenet_takes_little_time_and_me
     assert num_samples == NUM_SAMPLES
     assert used_mb < 400  # most of it the batches prepared ahead and the libraries that prepare them
     assert seconds < 30
+
+
+@pytest.fixture(scope="module")
+def begun(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps on the folder."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    config = tiny_config(images, "train.duration=3st", "optim.warmup=0st")
+    assert run_rank(config, "tiny", folder, resume=False, membership=None, open_sink=lambda *_: Listener())
+    return folder
+
+
+def go_on(begun: Path, run: Path, path: Path) -> str:
+    """How a run ends that goes on with the data there."""
+    shutil.copytree(begun, run)
+    config = tiny_config(path, "train.duration=4st", "optim.warmup=0st")
+    return run_rank(config, "tiny", run, resume=True, membership=None, open_sink=lambda *_: Listener())
+
+
+def repaint(images: Path, target: Path) -> Path:
+    """The same names with other pixels: each file has its neighbour's."""
+    shutil.copytree(images, target)
+    paths = sorted((target / "train").rglob("*.jpeg"))
+    contents = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, [*contents[1:], contents[0]], strict=True):
+        path.write_bytes(content)
+    return target
+
+
+def test_a_run_goes_on_with_its_folder_or_the_pack_of_it(begun: Path, images: Path, pack: Path, tmp_path: Path) -> None:
+    assert go_on(begun, tmp_path / "folder run", images) == "finished"
+    assert go_on(begun, tmp_path / "pack run", pack) == "finished"
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_run_does_not_go_on_with_other_pixels_under_the_same_names(
+    begun: Path, images: Path, tmp_path: Path, is_packed: bool
+) -> None:
+    other = repaint(images, tmp_path / "other")
+    if is_packed:
+        pack_folder(other, tmp_path / "other pack")
+        other = tmp_path / "other pack"
+    with pytest.raises(LockstepError, match=r"has changed since the checkpoint was written \(other images\); resume"):
+        go_on(begun, tmp_path / "run", other)
+
+
+def test_a_checkpoint_that_knows_no_images_goes_on(
+    begun: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of earlier versions."""
+    known = ImageFolder.fingerprint
+    with monkeypatch.context() as earlier:
+        earlier.setattr(
+            ImageFolder, "fingerprint", lambda self: {k: v for k, v in known(self).items() if k != "images"}
+        )
+        assert go_on(begun, tmp_path / "earlier", images) == "finished"
+    config = tiny_config(images, "train.duration=5st", "optim.warmup=0st")
+    run = tmp_path / "earlier"
+    status = run_rank(config, "tiny", run, resume=True, membership=None, open_sink=lambda *_: Listener())
+    assert status == "finished"

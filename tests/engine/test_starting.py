@@ -1,12 +1,17 @@
 """Which run a command means: started, gone on with, or refused with a sentence that says why."""
 
 import json
+import os
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from lockstep.config import to_toml
+from lockstep.engine import starting
 from lockstep.engine.starting import (
+    find_last_run,
     has_finished,
     list_changes,
     make_absolute,
@@ -27,8 +32,9 @@ STARTED = RunStarted(
 @pytest.fixture(autouse=True)
 def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(starting, "_num_unnamed", Counter())
+    for name in [name for name in os.environ if name.startswith(("TORCHELASTIC", "SLURM"))]:
+        monkeypatch.delenv(name)
 
 
 def leave_run(folder: Path, *settings: str) -> Path:
@@ -148,3 +154,92 @@ def test_the_command_that_goes_on_is_whole() -> None:
         "lockstep train run --resume --ranks 2:8 --restarts 3 --log wandb,mlflow"
     )
     assert phrase_go_on(Path("run"), None) == "started as before, with: lockstep train run --resume"
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_MAX_RESTARTS": "2"}
+SLURM = {"SLURM_JOB_ID": "12"}
+
+
+def enter_job(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], restarts: int = 0) -> None:
+    """A process of a job, which has been started again so often."""
+    monkeypatch.setattr(starting, "_num_unnamed", Counter())
+    count = "SLURM_RESTART_COUNT" if variables == SLURM else "TORCHELASTIC_RESTART_COUNT"
+    for name, value in (variables | {count: str(restarts)}).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("variables", "name"), [(TORCHRUN, "quickstart-job-a"), (SLURM, "quickstart-slurm-12")])
+def test_a_run_that_is_started_again_goes_on_with_what_its_job_began_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str
+) -> None:
+    leave_run(Path("runs/quickstart-20200101-000000"))
+    leave_run(Path("runs/quickstart-slurm-1"))
+    leave_run(Path("runs/quickstart-job-b"))
+    for restarts in (0, 1):  # the first time it was lost before its configuration was there
+        enter_job(monkeypatch, variables, restarts)
+        start = plan_start("quickstart", [], None, "no")
+        assert (start.folder, start.resume) == (Path("runs", name), False)
+    leave_run(start.folder)
+    enter_job(monkeypatch, variables, 2)
+    again = plan_start("quickstart", [], None, "no")
+    assert (again.folder, again.resume, again.config) == (start.folder, True, start.config)
+    enter_job(monkeypatch, variables, 2)
+    with pytest.raises(LockstepError, match=r"holds a run with other settings: optim\.lr was .*\. Give --out\."):
+        plan_start("quickstart", ["optim.lr=0.25"], None, "no")
+
+
+@pytest.mark.parametrize("run", ["", "none", "static"])
+def test_a_run_that_is_started_again_and_that_nothing_tells_from_others_needs_its_folder(
+    monkeypatch: pytest.MonkeyPatch, run: str
+) -> None:
+    leave_run(Path("runs/quickstart-20200101-000000"))
+    enter_job(monkeypatch, TORCHRUN | {"TORCHELASTIC_RUN_ID": run})
+    assert plan_start("quickstart", [], None, "no").folder.name > "quickstart-2025"
+    enter_job(monkeypatch, TORCHRUN | {"TORCHELASTIC_RUN_ID": run}, 1)
+    with pytest.raises(LockstepError, match=r"quickstart was started again, .*; give --out"):
+        plan_start("quickstart", [], None, "no")
+    assert not plan_start("quickstart", [], Path("run"), "no").resume
+    leave_run(Path("run"))
+    assert plan_start("quickstart", [], Path("run"), "no").resume
+
+
+def test_a_run_of_another_job_by_the_same_name_is_not_gone_on_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody gives all his jobs one --rdzv-id; the folder is then refused, as it holds a run."""
+    folder = leave_run(Path("runs/quickstart-job-a"))
+    enter_job(monkeypatch, TORCHRUN, 1)
+    monkeypatch.setattr(starting, "read_agent_start", lambda: time.time() + 10)
+    start = plan_start("quickstart", [], None, "no")
+    assert (start.folder, start.resume) == (folder, False)
+    enter_job(monkeypatch, TORCHRUN, 1)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # requeued, and the agent with it
+    assert plan_start("quickstart", [], None, "no").resume
+
+
+def test_a_slurm_jobs_next_command_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_job(monkeypatch, SLURM)
+    leave_run(plan_start("quickstart", [], None, "no").folder)
+    enter_job(monkeypatch, SLURM)
+    second = plan_start("quickstart", [], None, "no")
+    assert not second.resume
+    assert second.folder.name != "quickstart-slurm-12"
+
+
+def test_a_program_that_trains_several_times_finds_each_of_its_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_job(monkeypatch, TORCHRUN)
+    seeds = ["train.seed=1", "train.seed=2"]
+    first = [plan_start("quickstart", [seed], None, "no").folder for seed in seeds]
+    assert [folder.name for folder in first] == ["quickstart-job-a", "quickstart-job-a-2"]
+    for folder, seed in zip(first, seeds, strict=True):
+        leave_run(folder, seed)
+    enter_job(monkeypatch, TORCHRUN, 1)
+    again = [plan_start("quickstart", [seed], None, "no") for seed in seeds]
+    assert [(start.folder, start.resume) for start in again] == [(folder, True) for folder in first]
+
+
+def test_the_newest_run_is_found_also_by_its_jobs_name() -> None:
+    old = leave_run(Path("runs/quickstart-20200101-000000"))
+    assert find_last_run("quickstart") == old
+    job = leave_run(Path("runs/quickstart-job-a"))
+    assert find_last_run("quickstart") == job
+    os.utime(job / "config.toml", (1e9, 1e9))
+    assert find_last_run("quickstart") == old

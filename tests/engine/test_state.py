@@ -253,7 +253,7 @@ def spoil(world: World, where: str, rank: int, folder: Path) -> str:
 def test_arrays_that_are_not_finite_replace_no_checkpoint(tmp_path: Path, where: str, name: str) -> None:
     sentence = spoil(world_of_one(), where, 0, tmp_path)
     assert f"After step 2 the {name} are no longer finite" in sentence
-    assert f"the last good one, {tmp_path / 'step-00000001'}, with --resume" in sentence
+    assert f"the last good checkpoint, {tmp_path / 'step-00000001'}, with --resume" in sentence
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -448,6 +448,21 @@ def test_counters_that_cannot_be_are_damage(
     state, _ = load_state(tmp_path, parts, world, ORDER, heard.append)
     assert state.step == 5
     assert f"its manifest says nothing possible of {name}" in heard[0]
+
+
+@pytest.mark.parametrize(("rule_steps", "is_taken"), [(10, True), (260, True), (261, False), (10**15, False)])
+def test_a_rule_takes_no_more_steps_than_there_were_samples(tmp_path: Path, rule_steps: int, is_taken: bool) -> None:
+    """260 samples in two epochs: a run that began with batches of one and went on with larger ones took 260 steps."""
+    world, parts = world_of_one(), build_parts(world_of_one())
+    order = ORDER | {"global_batch": 26}
+    for epoch in (1, 2):
+        save_state(tmp_path, State(step=epoch * 5, cursor=Cursor(epoch, 0)), parts, world, order, keep=2)
+    path = tmp_path / "step-00000010"
+    rewrite_manifest(path, lambda manifest: manifest["state"].update({"rule_steps": rule_steps}))
+    heard: list[str] = []
+    state, _ = load_state(tmp_path, parts, world, order, heard.append)
+    assert state.step == (10 if is_taken else 5)
+    assert is_taken or "its rule has taken more steps than there were samples" in heard[0]
 
 
 def test_another_number_of_counters_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
