@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.bench.profile_command import add_profile
 from lockstep.engine.starting import Resume
 from lockstep.errors import LockstepError, SharedError
-from lockstep.processes import follow_launcher, name_process, quit_on_interrupt
+from lockstep.processes import follow_launcher, name_process, quit_on_interrupt, say_interrupted, spare_imports
 from lockstep.recipes import read
 from lockstep.recipes.complaints import describe_option
 from lockstep.recipes.recipe_commands import recipes
@@ -29,8 +29,21 @@ from lockstep.use_commands import add_use_commands
 if TYPE_CHECKING:
     from lockstep.plan.profile import Profile
 
+
+class Program(TyperGroup):
+    """All commands: Ctrl-C in any of them has a word, where typer would end without one."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say_interrupted()
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="lockstep",
+    cls=Program,
     help="Train image models by synchronous data parallelism, from a laptop to a cluster.",
     no_args_is_help=True,
     add_completion=False,
@@ -50,21 +63,26 @@ add_sweep_command(app)
 
 def main() -> None:
     """Run a command; a user's mistake is one sentence and a non-zero exit."""
-    follow_launcher(os.environ)
-    if "RANK" in os.environ:
-        name_process(f"lockstep:{os.environ['RANK']}")
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
     try:
-        app()
+        with spare_imports():
+            _run_command()
     except LockstepError as error:
         if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
             print(f"lockstep: {error}", file=sys.stderr)
         # What all ranks have come to would come again; a rank that lost the others is to be started again.
         sys.exit(leave_outcome(1, os.environ) if isinstance(error, SharedError) else 1)
     except KeyboardInterrupt:
-        print("lockstep: interrupted.", file=sys.stderr)
+        say_interrupted()
         sys.exit(130)
+
+
+def _run_command() -> None:
+    follow_launcher(os.environ)
+    if "RANK" in os.environ:
+        name_process(f"lockstep:{os.environ['RANK']}")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    app()
 
 
 def _print_version(asked: bool) -> None:

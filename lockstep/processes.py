@@ -10,8 +10,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
+from typing import NoReturn
 
 LAUNCHER = "LOCKSTEP_LAUNCHER"  # the process that started this rank
 # What torchrun and srun leave in the environment. A rank started by hand may outlive its shell, as after `nohup`.
@@ -20,6 +21,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 # One Ctrl-C may come twice, from the terminal and from whoever passes it on; nobody asks again so soon.
 APART_S = 0.3
+IMPORTING = "<frozen importlib._bootstrap>"  # the file, as Python calls it, of the code that reads modules
 
 
 def follow_launcher(environment: MutableMapping[str, str]) -> None:
@@ -54,16 +56,51 @@ def name_process(name: str) -> None:
 @contextmanager
 def quit_on_interrupt() -> Iterator[None]:
     """While inside, Ctrl-C ends the process with a word: for imports, which an exception would leave half done."""
+    with _answer_interrupts(lambda number, _frame: _quit(number)):
+        yield
 
-    def quit_now(number: int, _frame: FrameType | None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            os.write(2, b"lockstep: interrupted.\n")
-        os._exit(128 + number)
 
+@contextmanager
+def spare_imports() -> Iterator[None]:
+    """While inside, Ctrl-C amid an import, wherever it is made, ends the process with a word; else it is an exception.
+
+    An exception out of a module half read may be swallowed by another, or come out as one, with a traceback.
+    """
+
+    def answer(number: int, frame: FrameType | None) -> None:
+        if is_importing(frame):
+            _quit(number)
+        signal.default_int_handler(number, frame)
+
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as by a shell, for what runs in the background
+    with nullcontext() if is_ignored else _answer_interrupts(answer):
+        yield
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether Python is reading a module, for this frame or one that waits for it."""
+    while frame is not None and frame.f_code.co_filename != IMPORTING:
+        frame = frame.f_back
+    return frame is not None
+
+
+def say_interrupted() -> None:
+    """The word on Ctrl-C, once for all ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"lockstep: interrupted.\n")
+
+
+def _quit(number: int) -> NoReturn:
+    say_interrupted()
+    os._exit(128 + number)
+
+
+@contextmanager
+def _answer_interrupts(answer: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where no handler can be set
         yield
         return
-    before = signal.signal(signal.SIGINT, quit_now)
+    before = signal.signal(signal.SIGINT, answer)
     try:
         yield
     finally:

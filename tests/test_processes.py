@@ -5,11 +5,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from lockstep.processes import APART_S
+from lockstep.cli import app
+from lockstep.processes import APART_S, spare_imports
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
 
@@ -105,22 +108,71 @@ class Interrupt:
         if name == sys.argv[0]:
             os.kill(os.getpid(), signal.SIGINT)
 sys.argv.pop(0)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where these tests run in the background
 sys.meta_path.insert(0, Interrupt())
 from lockstep.__main__ import main
 main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "pydantic", "lockstep.recipes.read", "torch", "lockstep.engine.run"])
-def test_control_c_while_modules_are_read_prints_no_traceback(module: str, tmp_path: Path) -> None:
+TRAIN = "train quickstart --ranks=1"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        *(
+            (module, TRAIN)
+            for module in [
+                "typer",
+                "pydantic",
+                "lockstep.recipes.read",
+                "lockstep.api",
+                "torch",
+                "lockstep.engine.run",
+                "lockstep.engine.owner",
+                "lockstep.engine.snapshot",
+            ]
+        ),
+        ("lockstep.data.pack", "data pack from to"),
+        ("numpy", "data verify nowhere"),
+        ("rich.table", "recipes list"),
+        ("lockstep.report.page", "report nowhere"),
+        ("lockstep.bench.fuzz", "bench fuzz"),
+    ],
+)
+def test_control_c_while_modules_are_read_prints_no_traceback(module: str, arguments: str, tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", EARLY, module, "train", "quickstart", "--ranks=1"],
+        [sys.executable, "-c", EARLY, module, *arguments.split()],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(commands.ROOT), "LOCKSTEP_CACHE": str(tmp_path)},
     )
     assert (result.returncode, result.stderr) == (130, "lockstep: interrupted.\n")
+
+
+def test_control_c_amid_a_command_is_one_word(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.data.inventory.take_inventory", interrupt)
+    assert CliRunner().invoke(app, ["data", "info", "somewhere"]).exit_code == 130
+    assert capfd.readouterr().err == "lockstep: interrupted.\n"
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_outside_imports_control_c_is_an_exception_unless_it_was_ignored(before: "signal._HANDLER") -> None:
+    old = signal.signal(signal.SIGINT, before)
+    try:
+        with nullcontext() if before is signal.SIG_IGN else pytest.raises(KeyboardInterrupt), spare_imports():
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 def test_control_c_amid_the_interpreters_own_end_is_no_traceback() -> None:

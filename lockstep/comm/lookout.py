@@ -48,7 +48,7 @@ class Lookout:
         # Ticks of this thread rather than a clock: a process that was stopped itself has heard nobody, and must not
         # take that for their silence.
         self._silent_ticks = self._stuck_ticks = 0
-        self._beats = self._rounds = -1
+        self._signs = self._rounds = -1
         self._gone_round: int | None = None  # of the pulse, when the followed rank's process was first seen to be gone
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lockstep-lookout", daemon=True)
@@ -97,8 +97,8 @@ class Lookout:
         if self._has_given_up():
             return True, pulse.find_lost()
         self._stuck_ticks = self._stuck_ticks + 1 if pulse.rounds == self._rounds else 0
-        self._silent_ticks = self._silent_ticks + 1 if beat.beats == self._beats else 0
-        self._rounds, self._beats = pulse.rounds, beat.beats
+        self._silent_ticks = self._silent_ticks + 1 if beat.signs == self._signs else 0
+        self._rounds, self._signs = pulse.rounds, beat.signs
         if pulse.is_cut or self._stuck_ticks * TICK_S >= self._patience_s:
             return True, pulse.lose_keeper()
         if not beat.has_left and (self._silent_ticks * TICK_S >= self._patience_s or self._is_gone(beat)):

@@ -3,8 +3,9 @@
 A collective that fails says only that some connection broke. The pulse of a rank counts up twice a second beside the
 step and buffer it last sent: one that no longer counts is dead or stopped, one that counts but lags never sent the
 buffer the others wait for. A stopped one is ended by those on its host: its launcher would wait for it. Values are
-sealed (`seal.py`) and of a fixed format; any other is as if it had not come. Where a rank cannot notice by itself that
-another is lost, `lookout.py` looks at one rank's pulse all the time.
+sealed (`seal.py`) and of a fixed format; any other is as if it had not come. One that is older than the last is a
+stranger's doing, and no silence of the rank. Where a rank cannot notice by itself that another is lost, `lookout.py`
+looks at one rank's pulse all the time.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ LOSS_FORMAT = re.compile(r"(\d{1,9}) (\d{1,15}) (\d{1,15}) ([!-~]{0,300})", re.A
 LOSS_KEY = "lockstep/lost"  # the rank that one of the others found to be lost
 LEFT_KEY = "lockstep/left"  # how many have left in good order
 LEAVE_S = 20.0
-LAST_BEAT = 10**14  # beyond any count
+ENDED = frozenset("ZX")  # the system's letters for what a process does
+STOPPED = frozenset("Tt")
 
 
 class Beat(NamedTuple):
@@ -42,6 +44,12 @@ class Beat(NamedTuple):
     buffer: int  # buffers of that step sent so far
     process: str = ""  # as `name_process` writes it
     has_left: bool = False  # in good order: it will not beat for long
+    num_replays: int = 0  # of older beats of this rank, which only a stranger can have put in the place of this one
+
+    @property
+    def signs(self) -> int:
+        """What stands still only while a rank is silent: one that a stranger drowns out is not."""
+        return self.beats + self.num_replays
 
 
 class Lost(NamedTuple):
@@ -72,7 +80,8 @@ class Pulse:
         self._progress = (0, 0)
         self._last: dict[int, Beat] = {}  # the last that was well-formed and ours, of each rank read
         self._has_left = False
-        self._telling = threading.Lock()
+        self._count = 0
+        self._telling, self._reading = threading.Lock(), threading.Lock()
         self._followed: int | None = None
         self._found: Lost | None = None  # by this rank, for all others to read
         self.rounds = 0  # that the thread has made; it stands still where the store does not answer
@@ -105,7 +114,7 @@ class Pulse:
         """From now on say that this rank has done all it came for; whoever keeps the store waits for the others."""
         self._has_left = True
         with contextlib.suppress(RuntimeError):  # the store's keeper may be gone already
-            self._tell(LAST_BEAT)
+            self._tell()
             num_left = self._store.add(LEFT_KEY, 1)
             end = time.monotonic() + LEAVE_S
             # With the store gone, they would take this rank for lost.
@@ -142,7 +151,7 @@ class Pulse:
             # The store itself is gone, and with it whoever keeps it.
             return self.lose_keeper()
         # Its beat says what a rank has sent; what it never sent is the buffer after that.
-        dead = dead or [rank for rank, beat in after.items() if beat.beats == before[rank].beats]
+        dead = dead or [rank for rank, beat in after.items() if beat.signs == before[rank].signs]
         if dead:
             rank = min(dead, key=lambda rank: (after[rank].step, after[rank].buffer))
             # Its last beat may be from many steps ago: no sum is complete here that it has not sent its part of.
@@ -164,11 +173,9 @@ class Pulse:
         return None if self._keeper is None else Lost(self._keeper, True, *self._progress)
 
     def _beat(self) -> None:
-        count = 0
         while not self._stop.is_set():
-            count += 1
             try:
-                self._tell(count)
+                self._tell()
                 if self._followed is not None:
                     self._exchange(self._followed)
             except RuntimeError:
@@ -177,13 +184,15 @@ class Pulse:
             self.rounds += 1
             self._stop.wait(INTERVAL_S)
 
-    def _tell(self, count: int) -> None:
+    def _tell(self) -> None:
         key = _key(self._rank)
-        # The thread's beat must not come after the last one of `leave`, which says that this rank has left.
+        # The thread's beat must not come after the one of `leave`, which says that this rank has left.
         with self._telling:
+            self._count += 1
             step, buffer = self._progress
             state = "left" if self._has_left else "on"
-            self._store.set(key, self._seal.close(key, f"{count} {step} {buffer} {state} {self._process}").decode())
+            text = f"{self._count} {step} {buffer} {state} {self._process}"
+            self._store.set(key, self._seal.close(key, text).decode())
 
     def _exchange(self, followed: int) -> None:
         """Read one rank's beat and who is reported lost, or report it; the first report stands."""
@@ -211,12 +220,19 @@ class Pulse:
         return {rank: self._read_one(rank) for rank in range(self._num_ranks) if rank != self._rank}
 
     def _read_one(self, rank: int) -> Beat:
-        """A rank's last good beat: one that is not as a rank writes it leaves the one before it standing."""
+        """A rank's last good beat: one that is not as a rank writes it, or older, leaves the one before it standing."""
         key = _key(rank)
-        if (value := peek(self._store, key)) is not None:
-            beat = parse_beat(self._seal.open(key, value))
-            self._last[rank] = beat or self._last.get(rank, NEVER)
-        return self._last.get(rank, NEVER)
+        with self._reading:  # or what one thread read first and noted last would look like a replay
+            last = self._last.get(rank, NEVER)
+            value = peek(self._store, key)
+            beat = parse_beat(self._seal.open(key, value)) if value is not None else None
+            if beat is None:
+                return last
+            if beat.beats < last.beats:
+                self._last[rank] = last._replace(num_replays=last.num_replays + 1)
+            else:
+                self._last[rank] = beat._replace(num_replays=last.num_replays)
+            return self._last[rank]
 
 
 def parse_beat(text: str | None) -> Beat | None:
@@ -243,9 +259,12 @@ def lose(rank: int, beat: Beat, *, is_dead: bool = True) -> Lost:
 
 
 def end_process(name: str) -> None:
-    """Kill a process that no longer answers, if it is on this host and still the one that had this name."""
+    """Kill a process that is stopped, if it is on this host and still the one that had this name.
+
+    The system says that it is stopped. The store alone is not believed: a stranger may hide the beats of a living one.
+    """
     pid = _find_pid(name)
-    if pid and name_process(pid) == name:
+    if pid and name_process(pid) == name and _read_status(pid)[0] in STOPPED:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
@@ -265,12 +284,17 @@ def _find_pid(name: str) -> int:
 
 def name_process(pid: int) -> str:
     """Host, number and start: no other process ever has all three; empty for one that has ended or cannot be told."""
+    state, started = _read_status(pid)
+    return f"{_name_host()}/{pid}@{started}" if started and state not in ENDED else ""
+
+
+def _read_status(pid: int) -> tuple[str, str]:
+    """What a process does, by the system's letter, and when it started; both empty where that cannot be told."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        state, started = fields[0], fields[19]
+        return fields[0], fields[19]
     except (OSError, IndexError):
-        return ""
-    return "" if state in "ZX" else f"{_name_host()}/{pid}@{started}"
+        return "", ""
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 """Marks on what ranks leave in the store, so that a stranger's values are as if they had not come. Torch-free.
 
+A mark says whose value it is and under which key, not when it was written: a stranger can put an old one back, and
+whoever reads values that change has to tell by what they say (`pulse.py` counts).
+
 The launcher hands a secret out in the environment. Where ranks were started without one there is no mark, and whoever
 reaches the store is believed: then the network has to be trusted.
 """

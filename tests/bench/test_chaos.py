@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lockstep.bench.chaos import hook, surroundings
+from lockstep.bench.chaos import hook, strike, surroundings
 from lockstep.bench.chaos.campaign import find_left_out, make_reference, open_place
 from lockstep.bench.chaos.disk import Disk, open_disk
 from lockstep.bench.chaos.faults import (
@@ -218,6 +218,43 @@ def test_an_interrupt_in_start_up_waits_until_lockstep_can_answer_it(tmp_path: P
         assert wait_for_moment(run, part, Fault("SIGKILL", LAUNCHER, "start-up", 0.0))
         assert not run.has_taken_over(), "other faults strike at once"
         part.kill(run.marker)
+        run.remove()
+
+
+STUCK = (
+    "import os; from lockstep.engine.run import watch_signals\n"
+    "with watch_signals():\n"
+    "    print('reading', flush=True)\n"
+    "    os.read(os.pipe()[0], 1)\n"
+)
+
+
+def test_an_interrupt_that_comes_twice_is_not_taken_for_one() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"reading\n"
+    strike.send_signals(Fault("SIGINT twice", 0, "step", 0.0), process.pid)
+    try:
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert b"stopped at once" in err
+
+
+@pytest.mark.parametrize("phase", ["evaluation", "checkpoint"])
+def test_a_fault_meets_an_evaluation_and_a_checkpoint_while_they_run(phase: str, place: Place) -> None:
+    """What is struck in one has not said that it is done."""
+    record = {"evaluation": "Evaluated", "checkpoint": "CheckpointSaved"}[phase]
+    with Run(6, place, 2, "resume") as run:
+        part = run.start()
+        fault = Fault("SIGKILL", 0, phase, 0.2)
+        assert wait_for_moment(run, part, fault)
+        assert Striker(run).strike(fault, part)
+        assert run.finish(part, 30) not in (0, None)
+        assert run.has_said("StepDone", 0)
+        assert not run.has_said(record, 0)
+        assert bool(list((run.folder / "checkpoints").glob(".aside-*"))) == (phase == "checkpoint")
         run.remove()
 
 

@@ -14,8 +14,11 @@ from lockstep.comm import lookout as module
 from lockstep.comm import pulse as pulses
 from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse
+from lockstep.comm.seal import Seal
+from lockstep.engine.run import phrase_loss
 from tests.engine.forked import Forked
 from tests.ranks import find_port
+from tests.strangers import Replaying
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +32,7 @@ class Scene:
 
     def __init__(self, timeout_s: float, *, is_stuck: bool = False) -> None:
         self.store = HashStore()
-        self.pulses = [Pulse(self.store, rank, 3) for rank in range(3)]
+        self.pulses = [Pulse(self.store, rank, 3, seal=Seal("secret")) for rank in range(3)]
         self.found: dict[int, Lost | None] = {}
         self.lookouts = [
             Lookout(
@@ -90,6 +93,34 @@ def test_a_main_thread_that_finds_out_by_itself_is_not_cut_off(scene: Scene) -> 
         lookout.close()
     scene.wait_for(1, timeout_s=2)
     assert scene.found == {}
+
+
+def test_a_stranger_who_puts_an_old_beat_back_silences_nobody(scene: Scene) -> None:
+    old = scene.store.get("lockstep/pulse/2").decode()
+    time.sleep(0.2)  # by now newer ones have been heard
+    with Replaying(scene.store, "lockstep/pulse/2", old):
+        scene.wait_for(1, timeout_s=2)
+    assert scene.found == {}
+
+
+def test_a_stranger_who_hides_a_ranks_beats_ends_the_run_and_no_living_process(scene: Scene) -> None:
+    """He keeps the newest beat in its place, as here where none comes after it: no count can tell that from silence."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scene.pulses[2]._process = pulses.name_process(process.pid)
+    time.sleep(0.1)
+    scene.lookouts[2].close()
+    scene.pulses[2].close()
+    scene.wait_for(2)
+    try:
+        assert {lost.rank for lost in scene.found.values() if lost} == {2}
+        for lost in filter(None, scene.found.values()):
+            assert lost.process == pulses.name_process(process.pid)
+            assert phrase_loss(0, lost).startswith("Rank 2 stopped answering")
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_rank_whose_process_has_ended_is_found_long_before_patience_ends() -> None:

@@ -1,5 +1,6 @@
 """Pulses through a real store: who is dead, who lags, and what each never sent."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from torch.distributed import HashStore
 from lockstep.comm import pulse as module
 from lockstep.comm.pulse import Lost, Pulse, end_process, parse_beat
 from lockstep.comm.seal import Seal
+from tests.strangers import Replaying
 
 
 @pytest.fixture(autouse=True)
@@ -112,16 +114,29 @@ def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
     process.wait()
 
 
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    process.send_signal(signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)  # a signal is on its way for a moment
+
+
 def test_a_stopped_process_is_ended_by_its_name(sleeper: "subprocess.Popen[bytes]") -> None:
     name = module.name_process(sleeper.pid)
-    sleeper.send_signal(signal.SIGSTOP)
+    stop(sleeper)
     end_process(name)
     assert sleeper.wait(60) == -signal.SIGKILL
+
+
+def test_a_living_process_is_never_ended(sleeper: "subprocess.Popen[bytes]") -> None:
+    """A stranger who puts old beats back can make it seem silent."""
+    end_process(module.name_process(sleeper.pid))
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.2)
 
 
 @pytest.mark.parametrize("change", ["other host", "other start", "nothing"])
 def test_a_process_that_is_not_the_one_named_is_left_alone(sleeper: "subprocess.Popen[bytes]", change: str) -> None:
     name = module.name_process(sleeper.pid)
+    stop(sleeper)
     end_process({"other host": f"x{name}", "other start": f"{name}1", "nothing": ""}[change])
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.2)
@@ -185,6 +200,38 @@ def test_a_forged_first_value_leaves_a_rank_unheard() -> None:
     reader = Pulse(store, 0, 2, seal=Seal("secret"))
     assert reader._read_one(1) == module.NEVER
     reader.close()
+
+
+def test_an_old_beat_that_comes_again_is_neither_believed_nor_taken_for_silence() -> None:
+    store, seal, key = HashStore(), Seal("secret"), "lockstep/pulse/1"
+    old, new = (seal.close(key, f"{count} {count} 0 on elsewhere/1@1").decode() for count in (3, 5))
+    reader = Pulse(store, 0, 2, seal=seal)
+    signs = []
+    for value in (old, new, old, old, new):
+        store.set(key, value)
+        beat = reader._read_one(1)
+        signs.append(beat.signs)
+    assert (beat.beats, beat.step, beat.num_replays) == (5, 5, 2)
+    assert signs == [3, 5, 6, 7, 7]
+    reader.close()
+
+
+def test_a_rank_whose_old_beats_come_again_is_not_called_dead(pulses: list[Pulse]) -> None:
+    store = pulses[0]._store
+    old = store.get("lockstep/pulse/1").decode()
+    module.time.sleep(0.2)
+    pulses[0]._read()
+    with Replaying(store, "lockstep/pulse/1", old):
+        assert pulses[0].find_lost() is None
+
+
+def test_what_a_rank_says_after_it_has_left_is_no_replay(pulses: list[Pulse]) -> None:
+    pulses[1].leave()
+    pulses[0]._read_one(1)
+    module.time.sleep(0.2)
+    beat = pulses[0]._read_one(1)
+    assert beat.has_left
+    assert beat.num_replays == 0
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,9 @@ def test_a_run_that_runs_away_keeps_its_last_finite_checkpoint_and_goes_on_from_
     calm = [f"precision.compute={compute}", "train.checkpoint_every=1st", "optim.schedule=constant"]
     train(images, tmp_path, *calm, "train.duration=1st")
     wild = [*calm, "optim.trust_coefficient=1e38", "optim.lr=1e30", "train.duration=2st"]
-    with pytest.raises(LockstepError, match=r"no longer finite.* the last good checkpoint, .*step-00000001, with --resume"):
+    with pytest.raises(
+        LockstepError, match=r"no longer finite.* the last good checkpoint, .*step-00000001, with --resume"
+    ):
         train(images, tmp_path, *wild, resume=True)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert train(images, tmp_path, *calm, "train.duration=2st", resume=True) == "finished"

@@ -28,14 +28,27 @@ Kind = Literal[
 # How a run goes on: its command is started again, its launcher starts the ranks again, or torchrun's agents on two
 # nodes are started again.
 Way = Literal["resume", "restarts", "two nodes"]
-# What a fault waits for: the run's start, or the first record of a kind in the part of the run that is going on.
-Moment = Literal["start", "RunStarted", "PlanChosen", "StepDone", "Evaluated", "CheckpointSaved", "RunEnded"]
+# What a fault waits for: the run's start, the begin of what has a record at its end (`hook.py` tells), or the first
+# record of a kind in the part of the run that is going on.
+Moment = Literal[
+    "start",
+    "evaluation",
+    "checkpoint",
+    "RunStarted",
+    "PlanChosen",
+    "StepDone",
+    "Evaluated",
+    "CheckpointSaved",
+    "RunEnded",
+]
 # The moments by the phase that follows them.
 PHASES: dict[str, Moment] = {
     "start-up": "start",
     "tuning": "RunStarted",
     "first steps": "PlanChosen",
     "step": "StepDone",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
     "after an evaluation": "Evaluated",
     "after a checkpoint": "CheckpointSaved",
     "teardown": "RunEnded",

@@ -7,11 +7,13 @@ from lockstep.bench.chaos.faults import LAUNCHER, Fault
 from lockstep.bench.chaos.find import find_rank, send, wait_until_gone
 from lockstep.bench.chaos.reads import SlowFile
 from lockstep.bench.chaos.runs import DATA, TIMEOUT_S, Part, Run
+from lockstep.processes import APART_S
 
 PAUSE_S = 1.0  # of what is stopped, held or cut off for a while
 SLOW_S = 1.2  # of a disk
 ARRIVAL_S = 6.0  # until somebody reads a file of the data: an epoch takes less
 LATE_S = 1.0
+AGAIN_S = APART_S + 0.1  # between two signals that are not taken for one
 
 
 class Striker:
@@ -43,7 +45,7 @@ class Striker:
             case "lost store":
                 send(pid, signal.SIGKILL)
             case _:
-                _signal(fault, pid)
+                send_signals(fault, pid)
         return True
 
     def mend(self, fault: Fault) -> None:
@@ -95,12 +97,13 @@ class Striker:
         return fault.target * 2 // self._run.num_ranks
 
 
-def _signal(fault: Fault, pid: int) -> None:
+def send_signals(fault: Fault, pid: int) -> None:
+    """One signal, the same again, or another that undoes it."""
     name, _, more = fault.kind.partition(",")
     number = signal.Signals[name.removesuffix(" twice")]
     send(pid, number)
     if name.endswith("twice"):
-        time.sleep(0.2)
+        time.sleep(AGAIN_S)
         send(pid, number)
     if more:
         time.sleep(PAUSE_S)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.bench.chaos import hook
 from lockstep.bench.chaos.faults import LAUNCHER, Fault
 from lockstep.bench.chaos.find import POLL_S, find_rank, find_ranks, is_alive
 from lockstep.bench.chaos.report import Row
@@ -40,6 +41,7 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
         step, num_events, ranks = run.last_step, len(run.events()), list(find_ranks(run.marker).values())
         struck = time.monotonic()
         came = is_due and striker.strike(fault, part)
+        _await_no_more(run, fault)
         if not came:
             outcome = _see_whether_over(run, part)
             if outcome.is_over and not run.is_finished and not run.is_unsaved:
@@ -71,14 +73,22 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
 
 def wait_for_moment(run: Run, part: Part, fault: Fault) -> bool:
     """Return when a fault is due; False if the part has ended before."""
+    begun = run.hold / f"{fault.moment}{hook.BEGUN}"
+    begun.unlink(missing_ok=True)
+    (run.hold / f"{fault.moment}{hook.AWAITED}").touch()
     while not part.is_over:
         if fault.moment == "start" and _can_be_met(run, fault):
             break
-        if run.has_said(fault.moment, part.num_events):
+        if begun.exists() or run.has_said(fault.moment, part.num_events):
             break
         time.sleep(POLL_S)
     time.sleep(fault.delay_s)
     return not part.is_over
+
+
+def _await_no_more(run: Run, fault: Fault) -> None:
+    """Nothing lingers any longer for a fault that has come, or will not."""
+    (run.hold / f"{fault.moment}{hook.AWAITED}").unlink(missing_ok=True)
 
 
 def _can_be_met(run: Run, fault: Fault) -> bool:
