@@ -32,6 +32,7 @@ LOSS_FORMAT = re.compile(r"(\d{1,9}) (\d{1,15}) (\d{1,15}) ([!-~]{0,300})", re.A
 LOSS_KEY = "lockstep/lost"  # the rank that one of the others found to be lost
 LEFT_KEY = "lockstep/left"  # how many have left in good order
 LEAVE_S = 20.0
+ANSWER_S = 3.0  # for the store: it answers in milliseconds, or never
 ENDED = frozenset("ZX")  # the system's letters for what a process does
 STOPPED = frozenset("Tt")
 
@@ -110,13 +111,13 @@ class Pulse:
         """Let all others know, with the next beat: a rank that waits for the store must not hold this one up."""
         self._found = lost
 
-    def leave(self) -> None:
+    def leave(self, limit_s: float = LEAVE_S) -> None:
         """From now on say that this rank has done all it came for; whoever keeps the store waits for the others."""
         self._has_left = True
         with contextlib.suppress(RuntimeError):  # the store's keeper may be gone already
             self._tell()
             num_left = self._store.add(LEFT_KEY, 1)
-            end = time.monotonic() + LEAVE_S
+            end = time.monotonic() + min(limit_s, LEAVE_S)
             # With the store gone, they would take this rank for lost.
             while self._rank == self._keeper and num_left < self._num_ranks and time.monotonic() < end:
                 time.sleep(0.02)
@@ -125,13 +126,21 @@ class Pulse:
     def close(self) -> None:
         """Stop beating."""
         self._stop.set()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=ANSWER_S)
 
     def find_lost(self) -> Lost | None:
         """The rank that stopped answering, or else the one furthest behind; None when nobody is.
 
         Whoever finds a dead rank first tells all others: it ends itself then, and must not be taken for the lost one.
+        A store behind a cut network never answers, and no question to it has an end: it is taken for gone.
         """
+        found: list[Lost | None] = []
+        asking = threading.Thread(target=lambda: found.append(self._find_lost()), name="lockstep-lost", daemon=True)
+        asking.start()
+        asking.join(LISTEN_S + ANSWER_S)
+        return found[0] if found else self.lose_keeper()
+
+    def _find_lost(self) -> Lost | None:
         lost = self._listen()
         if lost is None or not lost.is_dead:
             return lost

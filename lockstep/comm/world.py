@@ -235,7 +235,7 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
         pulse.close()
         _leave_after_error(agreed.backend)
         raise
-    pulse.leave()
+    pulse.leave(timeout_s)  # one that was cut off never will
     dist.destroy_process_group()
     pulse.close()
     del store

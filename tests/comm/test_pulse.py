@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -84,6 +85,29 @@ def test_a_rank_that_never_beat_counts_as_dead() -> None:
     alone.note(1, 0)
     assert alone.find_lost() == Lost(rank=1, is_dead=True, step=0, buffer=0)
     alone.close()
+
+
+class SilentStore:
+    """Behind a cut network: no question is ever answered, and none fails."""
+
+    def set(self, key: str, value: str) -> None:
+        threading.Event().wait()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        threading.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("keeper", [None, 0])
+def test_a_store_that_never_answers_is_gone(keeper: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.3)
+    pulse = Pulse(SilentStore(), 1, 2, keeper=keeper)  # type: ignore[arg-type]
+    pulse.note(7, 2)
+    begun = time.monotonic()
+    lost = pulse.find_lost()
+    pulse.close()
+    assert time.monotonic() - begun < 10
+    assert lost == (None if keeper is None else Lost(0, True, 7, 2))
 
 
 class GoneStore:
