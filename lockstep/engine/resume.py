@@ -22,6 +22,24 @@ class TakenUp:
     written: Written
     where: str
 
+    @property
+    def is_renumbered(self) -> bool:
+        """Whether steps are counted in other batches from now on."""
+        return self.state.step != self.written.step
+
+    def describe(self, world_size: int, global_batch: int, total_steps: int) -> list[str]:
+        """What is said of it as the run goes on, a sentence each."""
+        state, written = self.state, self.written
+        ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
+        said = [f"Going on from step {written.step} on {ranks}; {written.world_size} wrote {self.where}."]
+        if self.is_renumbered:
+            place = f"epoch {state.cursor.epoch + 1}, sample {state.cursor.position + 1:,}"
+            said.append(
+                f"train.global_batch was {written.global_batch} and is {global_batch}: the run keeps its place in the "
+                f"data ({place}), which is step {state.step} of {total_steps} in such batches."
+            )
+        return said
+
 
 def list_evaluated(folder: Path) -> set[int]:
     """The steps after which a run was evaluated, of those that it did not lose; a log that cannot be read has none."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,26 +23,24 @@ from lockstep.engine.anchor_pass import Anchors, build_anchors
 from lockstep.engine.apply import Step
 from lockstep.engine.averaged import describe_evaluation, evaluate_both
 from lockstep.engine.build import Parts, Sources, build_eval_pipeline, build_train_pipeline, count_steps
-from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.drift import find_drift, note_weights
 from lockstep.engine.fit import describe_fit
 from lockstep.engine.giving_up import SLOW, is_given_up
 from lockstep.engine.input_report import InputReport
 from lockstep.engine.instruments import Cadence, Instruments
+from lockstep.engine.keeper import Keeper
 from lockstep.engine.mistakes import Mistakes
 from lockstep.engine.opening import describe_chosen, describe_start, predict_run
 from lockstep.engine.planning import Chosen
-from lockstep.engine.resume import list_evaluated, take_up
+from lockstep.engine.resume import list_evaluated
 from lockstep.engine.reuse import Kept
 from lockstep.engine.setup import default_plan_folder
-from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.starting import phrase_last_good
-from lockstep.engine.state import State, save_state, sum_ledger
+from lockstep.engine.state import State, sum_ledger
 from lockstep.engine.step import CORRECT, LOSS, STOP
 from lockstep.errors import Diverged, LockstepError, SharedError
 from lockstep.events import (
-    CheckpointSaved,
     EpochDone,
     Evaluated,
     Event,
@@ -120,14 +117,12 @@ class Trainer:
         self.instruments: Instruments  # likewise
         self.anchors: Anchors | None = None  # of rules that have them
         self.input = InputReport(world, sink)
-        self.snapshots = Snapshots(folder, world, config.train.snapshot_share)
-        self.unsaved = ""  # why the last checkpoint could not be written
-        self.is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
+        self.keeper = Keeper(config, folder, world, sources, parts, self._emit, self._warn)
 
     def run(self, notes: Sequence[str] = ()) -> Status:
         """Train to the end or until asked to stop; either way the last step taken is on disk. Notes are said first."""
         start = time.time()
-        self.snapshots.begin(self.state.step)
+        self.keeper.begin(self.state.step)
         self._emit(
             describe_start(
                 self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
@@ -148,10 +143,10 @@ class Trainer:
             if self.world.pulse:
                 self.world.pulse.is_ending = True
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
-                self.snapshots.clear()
+                self.keeper.drop_snapshots()
             self._say_ended("failed", start, reason=str(error))
             raise
-        self.snapshots.clear()  # before the last word: nobody comes back to a run that has said it
+        self.keeper.drop_snapshots()  # before the last word: nobody comes back to a run that has said it
         self._say_ended(status, start)
         self.world.barrier()  # a rank that leaves early would make the launcher stop the one still writing
         return status
@@ -177,7 +172,7 @@ class Trainer:
             status = self._loop(pipeline, step)
             self.input.say_choice(pipeline)
             self._keep_rate(pipeline, chosen)
-        self._save_at_last()
+        self.keeper.save_at_last(self.state)
         return status
 
     def _choose_plan(self) -> Chosen:
@@ -271,7 +266,7 @@ class Trainer:
         if self.account.window.steps:
             self._log(self.parts.schedule.lr_at(self.state.step - 1), batch)
         if self.state.step:
-            self._save()
+            self.keeper.save(self.state)
 
     def _take_anchor(self, anchors: Anchors, pipeline: TrainPipeline) -> bool:
         """Pass over the epoch for the full gradient; False if the run is to stop, and whoever goes on will do it."""
@@ -281,7 +276,7 @@ class Trainer:
         if taken:
             self._emit(taken)
         elif self.state.step:
-            self._save()
+            self.keeper.save(self.state)
         return taken is not None
 
     @property
@@ -291,14 +286,6 @@ class Trainer:
     @property
     def _epoch(self) -> float:
         return self.state.step / self.steps_per_epoch
-
-    @cached_property
-    def _order(self) -> dict[str, Any]:
-        """What the data order depends on, and what tells the data from others; first asked for by all ranks at once."""
-        train, source = self.config.train, self.sources.train
-        fingerprint = self.world.broadcast_value(source.fingerprint() if self.world.is_first else {})
-        counts = {"num_samples": source.num_samples, "global_batch": train.global_batch}
-        return {"seed": train.seed, **counts, "data": fingerprint}
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.state.step % every == 0
@@ -328,11 +315,9 @@ class Trainer:
             self._certify(batch.epoch, pipeline)
         # The checkpoint first: whatever an evaluation meets, the steps are safe.
         if self._is_last or stopping or self._is_due(train.checkpoint_every.steps(self.steps_per_epoch)):
-            self._save()
-        elif self.snapshots.is_due(self.state.step):
-            disk = self.folder / "checkpoints"
-            if failure := self.snapshots.take(disk, self.state, self.parts, self.world, self._order):
-                self._warn(f"{failure}; ranks that start again go on from the last checkpoint on disk.")
+            self.keeper.save(self.state)
+        else:
+            self.keeper.snap(self.state)
         if self._is_evaluated(self.state.step) and (self._is_last or not stopping):
             self._evaluate()
 
@@ -347,10 +332,9 @@ class Trainer:
         num_good = window.steps - num_skipped
         loss = tally[LOSS] / num_good if num_good else math.nan
         if num_good and not math.isfinite(loss):
-            good = next(iter(list_checkpoints(self.folder / "checkpoints")), None)
             raise Diverged(
                 f"The loss became {loss} by step {state.step}; lower optim.lr (now {self.config.optim.lr:g}) or "
-                f"lengthen optim.warmup, and {phrase_last_good(good)}"
+                f"lengthen optim.warmup, and {phrase_last_good(self.keeper.find_good())}"
             )
         self._emit(
             StepDone(
@@ -414,43 +398,6 @@ class Trainer:
         if mistakes and (found := mistakes.find()):
             self._emit(MistakesFound(step=self.state.step, **found))
 
-    def _save(self) -> None:
-        """Write a checkpoint; a disk that cannot take it costs the checkpoint, not the run."""
-        folder = self.folder / "checkpoints"
-        try:
-            saved = save_state(
-                folder,
-                self.state,
-                self.parts,
-                self.world,
-                self._order,
-                keep=self.config.train.keep_checkpoints,
-                drop_later=self.is_renumbered,
-                classes=self.sources.train.classes,
-            )
-        except OSError as error:
-            self.unsaved = (
-                f"The checkpoint of step {self.state.step} could not be written to {folder} "
-                f"({error.strerror or error}); free some space there."
-            )
-            self._emit(Notice(level="warning", text=self.unsaved))
-            return
-        self.unsaved = ""
-        if saved:
-            self._emit(
-                CheckpointSaved(
-                    step=self.state.step, path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds
-                )
-            )
-
-    def _save_at_last(self) -> None:
-        """If the last checkpoint could not be written: once more, and a run that cannot keep its last steps failed."""
-        if not self.world.broadcast_value(self.unsaved):  # which rank 0 alone knows
-            return
-        self._save()
-        if failure := self.world.broadcast_value(self.unsaved):
-            raise SharedError(failure)
-
     def resume(self, has_finished: bool = True, may_be_finished: bool = False) -> bool:
         """Take up the newest good state, or begin if the run ended before its first; to be called before `run`.
 
@@ -458,16 +405,15 @@ class Trainer:
         same command starts a run and goes on with it. A run that took its last step and was killed before that word
         goes on, to say it.
         """
-        disk = self.folder / "checkpoints"
-        taken_up = take_up(disk, self.snapshots, self.parts, self.world, self._order, self._warn)
+        taken_up = self.keeper.take_up()
         if taken_up is None:
             self._inform(f"{self.folder} has no checkpoint yet; starting it from step 0, with its own configuration.")
             for note in load_start(self.config.model.weights, self.parts, self.world, len(self.sources.train.classes)):
                 self._inform(note)
             return True
-        self.state, written = taken_up.state, taken_up.written
+        self.state = taken_up.state
         evaluated = list_evaluated(self.folder) if self.world.is_first else set()
-        is_known = bool(self.world.broadcast_value(written.step in evaluated))
+        is_known = bool(self.world.broadcast_value(taken_up.written.step in evaluated))
         self.is_unevaluated = self.state.step > 0 and self._is_evaluated(self.state.step) and not is_known
         if self._is_last and has_finished:
             if may_be_finished or count_restarts(os.environ):
@@ -476,16 +422,8 @@ class Trainer:
                 f"{self.folder} is finished (step {self.state.step} of {self.total_steps}); to train on, add "
                 "--set train.duration=… with a longer one."
             )
-        ranks = f"{self.world.size} rank{'s' if self.world.size > 1 else ''}"
-        self._inform(f"Going on from step {written.step} on {ranks}; {written.world_size} wrote {taken_up.where}.")
-        self.is_renumbered = self.state.step != written.step
-        if self.is_renumbered:
-            place = f"epoch {self.state.cursor.epoch + 1}, sample {self.state.cursor.position + 1:,}"
-            self._inform(
-                f"train.global_batch was {written.global_batch} and is {self.config.train.global_batch}: the run keeps "
-                f"its place in the data ({place}), which is step {self.state.step} of {self.total_steps} in such "
-                "batches."
-            )
+        for text in taken_up.describe(self.world.size, self.config.train.global_batch, self.total_steps):
+            self._inform(text)
         return True
 
     def _emit(self, event: Event) -> None:
