@@ -221,8 +221,9 @@ def _show_profile(
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"kept in {folder}", highlight=False, soft_wrap=True)
     if profile.messages:
+        console.print("\nAll-reduces in milliseconds by the size of a message, the best of each size marked:")
         console.print(build_message_table(profile.messages))
-    for line in [*describe_fits(profile.fits), *describe_choice(profile, source)]:
+    for line in [*describe_fits(profile), *describe_choice(profile, source)]:
         console.print(line, highlight=False, soft_wrap=True)
     console.print()
 

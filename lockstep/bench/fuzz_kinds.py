@@ -367,7 +367,7 @@ class PlanFile:
         results = []
         for reduction in (self._plans[0].reduction, plan.reduction):
             parts.weights.copy_(self._before)
-            parts.rule.step_count = 0
+            parts.rule.count.zero_()
             for array in parts.rule.state().values():
                 array.zero_()
             parts.reducer.follow(reduction)
@@ -383,7 +383,7 @@ class PlanFile:
             console.print(build_message_table(profile.messages))
             pick_choice(profile.messages, 5e5)
         trials = describe_trials(explain_choice(profile.trials), profile.setup.batch)
-        for line in [*describe_fits(profile.fits), *trials]:
+        for line in [*describe_fits(profile), *trials]:
             console.print(line, highlight=False, soft_wrap=True)
         pick_trial(profile.trials)
         for fit in profile.fits.values():

@@ -65,7 +65,6 @@ class Kept:
         self.shelf = Shelf()
         self._opened: tuple[str, Sources] | None = None
         self._built: Built | None = None
-        self.num_renewed = 0  # runs that went on with the parts of the one before
 
     def open_sources(self, config: DataConfig, open_now: Callable[[], Sources]) -> Sources:
         """The data, opened on first use."""
@@ -86,7 +85,6 @@ class Kept:
         built = self._built
         if built is not None and built.shape == shape and _is_own(built.parts, config):
             built.parts = renew(built.parts, config, world, sources)
-            self.num_renewed += 1
             return with_size(config, built.max_batch), built.parts, ""
         self.forget_parts()
         settled, parts, said = settle_pass(config, build_parts(config, world, sources, brought), world)

@@ -250,19 +250,10 @@ class Rule(ABC):
         )
         return self._kernels
 
-    @property
-    def step_count(self) -> int:
-        """Steps taken, without those skipped; asking waits for the device."""
-        return int(self.count.item())
-
-    @step_count.setter
-    def step_count(self, count: int) -> None:
-        self.count.fill_(count)
-
     def refresh(self) -> None:
         """Bring what is derived up to date after the state arrays were changed from outside a step; usually nothing."""
         return
 
     def state(self) -> dict[str, Tensor]:
-        """The flat state arrays by name, not copied: with `step_count`, all that a rule remembers."""
+        """The flat state arrays by name, not copied: with `count`, all that a rule remembers."""
         return dict(self._state)

@@ -1,11 +1,11 @@
 """A profile for people, as `lockstep tune` prints it: what it is true of, what was chosen, what it cost. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from rich.table import Table
 
-from lockstep.comm.cost import Choice, Fit, Timing
+from lockstep.comm.cost import Choice, Timing
 from lockstep.events import PlanChosen
 from lockstep.plan.choose import explain_choice, pick_trial
 from lockstep.plan.plan import Execution
@@ -19,7 +19,8 @@ def describe_setup(setup: Setup) -> list[str]:
     return [
         f"[bold]{where}[/bold]",
         f"{setup.model}; {setup.precision}, {setup.batch:,} images of {setup.image_size} pixels a rank; {setup.pins}",
-        f"links: {setup.links or 'not given'}; {setup.versions}",
+        f"links: {setup.links or 'not given'}",
+        setup.versions,
     ]
 
 
@@ -42,10 +43,10 @@ def describe_choice(profile: Profile, source: Literal["measured", "remembered"])
 
 
 def build_message_table(messages: Sequence[Timing]) -> Table:
-    """Milliseconds of each all-reduce over message sizes."""
+    """Milliseconds of each all-reduce over message sizes, the best of each size marked."""
     choices = list(dict.fromkeys(timing.choice for timing in messages))
     measured = {(timing.num_bytes, timing.choice): timing.seconds for timing in messages}
-    table = Table(box=None, header_style="bold", title="milliseconds by message size, the best of each marked")
+    table = Table(box=None, header_style="bold")
     table.add_column("bytes", justify="right")
     for choice in choices:
         table.add_column(str(choice), justify="right")
@@ -60,10 +61,14 @@ def build_message_table(messages: Sequence[Timing]) -> Table:
     return table
 
 
-def describe_fits(fits: Mapping[Choice, Fit]) -> list[str]:
-    """The cost of each all-reduce as a formula, and how well it holds."""
+def describe_fits(profile: Profile) -> list[str]:
+    """The cost of each all-reduce as a formula, and how well it holds; of two sizes a formula says nothing."""
+    sizes: dict[Choice, set[int]] = {}
+    for timing in profile.messages:
+        sizes.setdefault(timing.choice, set()).add(timing.num_bytes)
     return [
         f"  {choice}: about {fit.latency_s * 1e3:.2f} ms + {fit.seconds_per_byte * 1e9:.2f} ms/MB for long ones; "
         f"from 256 KiB the fit is off by {100 * fit.median_error:.0f} %, at most {100 * fit.max_error:.0f} %"
-        for choice, fit in fits.items()
+        for choice, fit in profile.fits.items()
+        if len(sizes.get(choice, ())) > 2
     ]

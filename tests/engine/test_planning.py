@@ -144,7 +144,7 @@ ROOM = 400_000  # bytes of scratch that a rank may have for one purpose
 
 def choose_where_one_rank_lacks_memory(world: World) -> tuple[Chosen, float]:
     """Rank 1 has no memory for what a sum of all gradients at once needs beside them, and the others have it."""
-    config = small_config("fp32", comm={"tune_s": 3.0, "algorithm": "doubling", "buffer_mb": 0.5})
+    config = small_config("fp32", comm={"tune_s": 30.0, "algorithm": "doubling", "buffer_mb": 0.5})
     parts = build(config, world)
     take = Scratch.take
 
@@ -195,7 +195,7 @@ def test_tune_measures_and_explains(images: Path, tmp_path: Path) -> None:
     assert "images/s a rank" in shown
     (said,) = [line for line in out.splitlines() if line.startswith("The step: ")]
     assert said.partition(" (measured")[0] in shown  # the plan itself, in the words of a run
-    assert "links: not given; lockstep" in shown
+    assert "links: not given\nlockstep" in shown
     assert ("measured in" in out, "measured in" in shown) == (True, False)
     assert "remembered; measuring it once took" in shown  # nothing was measured now
     assert [line for line in shown.splitlines() if line.startswith("  * ")]
@@ -324,7 +324,7 @@ def test_on_a_gpu_the_choice_leaves_no_trace_and_says_what_it_measured() -> None
         before = copy_changing(parts)
         chosen = choose_plan(config, parts, world)
         assert all(torch.equal(old, new) for old, new in zip(before, copy_changing(parts), strict=True))
-        assert parts.rule.step_count == 0
+        assert parts.rule.count == 0
         assert chosen.recording is not None  # which the run goes on with
         batch = fake_batch(config, world)
         losses = [train(parts, chosen, batch, recording) for recording in (chosen.recording, None)]

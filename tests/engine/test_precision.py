@@ -141,7 +141,7 @@ def overflow_once(world: World) -> dict[str, Any]:
         handle.remove()
     kept = all(torch.equal(a, b) for a, b in zip(snapshot(parts), before, strict=True))
     diagnosis = doctor.examine()
-    scale, count = float(parts.loss_scale.state[SCALE]), parts.rule.step_count
+    scale, count = float(parts.loss_scale.state[SCALE]), int(parts.rule.count)
     losses += train(parts, world, 6)
     return {
         "kept": kept,
@@ -150,7 +150,7 @@ def overflow_once(world: World) -> dict[str, Any]:
         "text": diagnosis.text,
         "losses": losses,
         "weights": parts.weights,
-        "end": parts.rule.step_count,
+        "end": int(parts.rule.count),
     }
 
 

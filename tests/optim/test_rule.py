@@ -37,7 +37,7 @@ def test_a_reloaded_rule_goes_on_bit_for_bit(problem: Any, build_rule: BuildRule
     resumed = build_rule(problem.layout)
     for name, array in resumed.state().items():
         array.copy_(first.state()[name])
-    resumed.step_count = first.step_count
+    resumed.count.copy_(first.count)
     problem.advance(resumed, weights, range(3, 5))
     assert torch.equal(weights, problem.run(build_rule(problem.layout)))
 
@@ -94,7 +94,7 @@ def test_gradients_slot_by_slot_give_the_same_bits_as_flat_ones(
         apart = [flat[slot.offset : slot.end].clone() for slot in problem.layout.slots]
         rule.step(weights, apart, torch.tensor(lr))
     assert torch.equal(weights, problem.run(build_rule(problem.layout)))
-    assert rule.step_count == len(learning_rates)
+    assert rule.count == len(learning_rates)
 
 
 def test_norms_are_exact_to_fp32_even_for_millions_of_elements() -> None:
