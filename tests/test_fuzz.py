@@ -161,7 +161,7 @@ def try_manifest(folder: Path, parts: Parts) -> int:
         check_sentence(text)
     # What is taken up is what one of the two says.
     assert (state.step, state.cursor.epoch, state.cursor.position) == ((10, 2, 0) if not heard else (5, 1, 0))
-    assert 0 <= parts.rule.step_count <= 10**15
+    assert 0 <= int(parts.rule.count) <= 10**15
     return state.step
 
 

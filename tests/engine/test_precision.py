@@ -201,7 +201,7 @@ def test_a_half_run_resumes_bit_for_bit(compute: str, optim: str, clip_norm: flo
     load_state(tmp_path, resumed, world, ORDER, pytest.fail)
     train(resumed, world, 3, lr=0.01)
     assert all(torch.equal(a, b) for a, b in zip(snapshot(resumed), snapshot(whole), strict=True))
-    assert resumed.rule.step_count == 5
+    assert resumed.rule.count == 5
     if whole.loss_scale and resumed.loss_scale:
         assert whole.loss_scale.state[SCALE] == 2**17
         assert torch.equal(resumed.loss_scale.state, whole.loss_scale.state)

@@ -66,7 +66,7 @@ def scramble(world: World, parts: Parts) -> None:
             array[slot.offset : slot.end] = torch.randn(slot.numel, generator=generator)
     for buffer in parts.model.buffers():
         buffer.fill_(world.rank + 1 if buffer.is_floating_point() else 17)
-    parts.rule.step_count = 12
+    parts.rule.count.fill_(12)
 
 
 def run_half_an_epoch(world: World) -> State:
@@ -98,7 +98,7 @@ def save(world: World, folder: Path) -> tuple[Arrays, bool]:
 def load(world: World, folder: Path) -> tuple[Arrays, State, int, int, Ledger]:
     parts = build_parts(world)
     state, wrote = load_state(folder, parts, world, ORDER, pytest.fail)
-    return collect(parts), state, wrote.world_size, parts.rule.step_count, sum_ledger(state.ledger, world)
+    return collect(parts), state, wrote.world_size, int(parts.rule.count), sum_ledger(state.ledger, world)
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def test_the_manifest_names_counters_as_it_always_did(tmp_path: Path) -> None:
     """Versions before this one read these two, and nothing else that is counted."""
     world = world_of_one()
     parts = build_parts(world, compute="fp16")
-    parts.rule.step_count = 12
+    parts.rule.count.fill_(12)
     saved = save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
     assert saved
     state = json.loads((saved.path / "manifest.json").read_text())["state"]

@@ -131,7 +131,7 @@ def test_they_follow_the_equations(
     steps = [draw_gradients(step, dtype) for step in range(len(RATES))]
     for gradients, lr in zip(steps, RATES, strict=True):
         run.step(gradients, lr)
-    assert run.rule.step_count == len(RATES)
+    assert run.rule.count == len(RATES)
     found, start = named_arrays(run.weights.cpu(), run.layout), draw_weights()
     _, reference, settings = RULES[name]
     exact = [clip_all(gradients, clip_norm or float("inf")) for gradients in steps]
@@ -218,7 +218,7 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(
     bad["conv"][3] = float("nan")
     run.step(bad, 1.0)
     assert all(torch.equal(array, old) for array, old in zip(run.arrays(), before, strict=True))
-    assert run.rule.step_count == 1
+    assert run.rule.count == 1
     assert run.scale.state.tolist() == [512.0, 0.0, 1.0, 1.0]
     named = [slot.name for slot in run.layout.slots]
     assert {name for name, times in zip(named, run.scale.overflows.tolist(), strict=True) if times} == {"exact", "conv"}
