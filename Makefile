@@ -28,6 +28,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --implicit-reexport tests examples
 	$(BIN)/lint-imports
 
 format: setup

@@ -15,6 +15,7 @@ from lockstep.config import (
     SECTIONS,
     Duration,
     RunConfig,
+    Section,
     to_toml,
 )
 from lockstep.errors import LockstepError
@@ -59,7 +60,8 @@ def test_a_recipe_needs_only_learning_rate_batch_and_duration(tmp_path: Path) ->
 
 
 def test_every_key_has_a_description() -> None:
-    for model in (RunConfig, *SECTIONS.values()):
+    models: list[type[Section]] = [RunConfig, *SECTIONS.values()]
+    for model in models:
         assert all(field.description for field in model.model_fields.values())
 
 

@@ -54,8 +54,10 @@ class Scene:
             time.sleep(0.01)
 
     def close(self) -> None:
-        for part in (*self.lookouts, *self.pulses):
-            part.close()
+        for lookout in self.lookouts:
+            lookout.close()
+        for pulse in self.pulses:
+            pulse.close()
 
 
 @pytest.fixture

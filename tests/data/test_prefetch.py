@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.data.block import Request, Rows
 from lockstep.data.nvjpeg import MAX_IMAGES, NUM_THREADS
-from lockstep.data.prefetch import Making, Prefetcher
+from lockstep.data.prefetch import Making, Pending, Prefetcher
 from lockstep.errors import LockstepError
 
 
@@ -55,6 +55,12 @@ class Recorder:
         return Recording(request, self.known)
 
 
+def made(batch: Pending) -> Recording:
+    """What has recorded how a batch was made."""
+    assert isinstance(batch.making, Recording)
+    return batch.making
+
+
 def request(count: int) -> Request:
     return Request(np.arange(count), 8, lambda rows, sides: (rows, rows), True, True, 8)
 
@@ -68,17 +74,17 @@ def test_every_row_is_filled_once_and_the_batch_completed_once(count: int, threa
     for batch in pending:
         assert len(batch.wait()[0]) == count
         assert batch.is_ready
-        assert sorted(batch.making.filled) == list(range(count))
-        assert batch.making.times_completed == 1
+        assert sorted(made(batch).filled) == list(range(count))
+        assert made(batch).times_completed == 1
     prefetcher.close()
 
 
 def test_rows_that_turn_out_bad_are_filled_again() -> None:
     prefetcher = Prefetcher(Recorder(), 2)
     pending = prefetcher.start(request(40))
-    pending.making.bad_once = {39}
+    made(pending).bad_once = {39}
     pending.wait()
-    assert sorted(pending.making.filled) == list(range(40))
+    assert sorted(made(pending).filled) == list(range(40))
     prefetcher.close()
 
 
@@ -95,7 +101,7 @@ def test_nvjpeg_and_the_threads_share_the_rows(host_decodes: bool) -> None:
     prefetcher = Prefetcher(Recorder(), 2, by_nvjpeg, host_decodes)
     for batch in [prefetcher.start(request(200)) for _ in range(4)]:
         batch.wait()
-        making = batch.making
+        making = made(batch)
         assert sorted(making.filled + making.by_nvjpeg) == list(range(200))
         assert making.times_completed == 1
         if not host_decodes:
@@ -118,7 +124,7 @@ def test_no_row_waits_for_somebody_who_is_never_woken(known: int, helps: bool) -
     for _ in range(3):
         batch = prefetcher.start(request(80))
         batch.done.result(timeout=60)
-        assert sorted(batch.making.filled + batch.making.by_nvjpeg) == list(range(80))
+        assert sorted(made(batch).filled + made(batch).by_nvjpeg) == list(range(80))
     prefetcher.close()
 
 
@@ -136,7 +142,7 @@ def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     # nvJPEG's threads wait with a block each; the decode threads do what they may meanwhile.
     expected = 3 * 320 - NUM_THREADS * MAX_IMAGES if helps else 0
     deadline = time.monotonic() + (20 if helps else 0.1)
-    while (num_filled := sum(len(batch.making.filled) for batch in pending)) < max(1, expected):
+    while (num_filled := sum(len(made(batch).filled) for batch in pending)) < max(1, expected):
         if time.monotonic() > deadline:
             break
         time.sleep(0.01)
@@ -144,7 +150,7 @@ def test_threads_help_nvjpeg_only_where_that_is_quicker(helps: bool) -> None:
     gate.set()
     for batch in pending:
         batch.wait()
-        assert batch.making.times_completed == 1
+        assert made(batch).times_completed == 1
     prefetcher.close()
 
 

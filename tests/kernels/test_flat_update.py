@@ -344,7 +344,7 @@ def test_the_norms_of_a_step_can_be_read_afterwards(
     if name == "lamb":
         plain = build_run(name, dtype, fused=False, scaled=scaled, device=device, clip_norm=clip_norm)
         plain.rule.measures = True
-        expected = plain.rule.read_norms(plain.weights, plain.step(gradients, 0.5))
+        wanted = plain.rule.read_norms(plain.weights, plain.step(gradients, 0.5))
         assert norms.trust is not None
-        assert expected is not None
-        torch.testing.assert_close(norms.trust, expected.trust, rtol=1e-4, atol=1e-6)
+        assert wanted is not None
+        torch.testing.assert_close(norms.trust, wanted.trust, rtol=1e-4, atol=1e-6)

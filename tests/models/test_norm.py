@@ -12,7 +12,7 @@ from lockstep.models.norm import BatchNorm, Pair
 
 pytest.importorskip("triton")
 
-Forward = Callable[[BatchNorm, Tensor, Tensor, BatchNorm], Tensor | Pair]
+Forward = Callable[..., Tensor | Pair]  # of a norm, two tensors and another norm
 FORWARDS: dict[str, Forward] = {
     "relu": lambda norm, x, shortcut, other: norm.relu(x),
     "add": lambda norm, x, shortcut, other: norm.add_relu(x, shortcut),

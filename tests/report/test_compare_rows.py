@@ -53,8 +53,8 @@ def test_rows_called_alike_are_all_kept(tmp_path: Path) -> None:
     for name, factor in (("a", 1.0), ("b", 2.0)):
         rows = [{"side": "ours", "threads": threads, "median_s": factor * threads} for threads in (1, 4)]
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
-    rows = compare_rows(read_files([tmp_path / "a.json", tmp_path / "b.json"]))
-    assert [(row.identity, row.numbers) for row in rows] == [
+    compared = compare_rows(read_files([tmp_path / "a.json", tmp_path / "b.json"]))
+    assert [(row.identity, row.numbers) for row in compared] == [
         (("ours",), [1.0, 2.0]),
         (("ours", "no. 2"), [4.0, 8.0]),
     ]
