@@ -186,6 +186,9 @@ class AnchorTaken(Event):
     gradient_norm: float  # of the full gradient, with it
     scale: float | None  # of the offsets; None where they are not rounded
     ledger: str
+    # Of the rounded offsets that the steps before it led to; None where there were none.
+    share_at_end: float | None = None  # at an end of their grid
+    share_at_zero: float | None = None  # where they began
 
 
 @dataclass(frozen=True, kw_only=True)

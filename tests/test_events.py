@@ -100,6 +100,17 @@ EVENTS: list[Event] = [
     ),
     StartedUp(seconds={"ranks meet": 0.5, "first step": 1.5}),
     AnchorTaken(step=4, samples=130, seconds=0.5, loss=2.3, gradient_norm=0.4, scale=1e-3, ledger="00ff00ff00ff00ff"),
+    AnchorTaken(
+        step=8,
+        samples=130,
+        seconds=0.5,
+        loss=2.3,
+        gradient_norm=0.4,
+        scale=1e-3,
+        ledger="00ff00ff00ff00ff",
+        share_at_end=0.25,
+        share_at_zero=0.125,
+    ),
     EpochDone(time_s=3.0, epoch=0, ledger="00ff", ledger_ok=True, bad_samples=1),
     Evaluated(
         time_s=4.0, step=10, epoch=1.0, top1=0.5, top5=0.75, correct1=16, correct5=24, total=32, loss=1.5, seconds=0.5

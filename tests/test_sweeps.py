@@ -20,7 +20,7 @@ from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
 from lockstep.recipes.trials import MOST_TRIALS, draw, plan_trials, spread
 from lockstep.report.page.sweep_page import draw_places
-from lockstep.report.sweep_rows import Spread, find_places, read_row, tabulate
+from lockstep.report.sweep_rows import Spread, find_places, tabulate
 from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results
 
 PLAIN = """
@@ -257,22 +257,6 @@ def test_averaged_weights_count_where_they_are_asked_for(runs: Runs, tmp_path: P
     assert [found[measure][1] for measure in found] == [80, 40]
     assert found["average_top1"][2]["seconds to 50 %"] == "0.8"
     assert found["average_top1"][2]["GiB of a GPU"] == "3.0"
-
-
-def test_passes_for_full_gradients_count_for_a_trials_speed(tmp_path: Path) -> None:
-    """They take time, and train on no image."""
-    sweep = open_sweep(write(tmp_path, PLAIN), tmp_path / "out", ())
-    trial = sweep.trials[0]
-    folder = tmp_path / "out" / trial.folder
-    folder.mkdir(parents=True)
-    (folder / "trial.json").write_text('{"status": "finished"}')
-    for told, expected in (
-        ({}, 900.0),
-        ({"train_s": 2.0, "anchor_s": 0.0}, 900.0),
-        ({"train_s": 2.0, "anchor_s": 1.0}, 600.0),
-    ):
-        (folder / "summary.json").write_text(json.dumps({"images_per_second": 900.0, **told}))
-        assert read_row(tmp_path / "out", trial, sweep.file).images_per_second == expected
 
 
 def test_a_cell_has_its_colour_in_every_chart(runs: Runs, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ Every curve is the norm of the full gradient, in FP64 by its formula, after so m
 are Lockstep's own steps in FP32, with their passes for anchors. The others are the paper's algorithms in FP64 (De Sa et
 al. 2018), so that nothing but the bits of the weights or offsets limits them: LP-SGD and LP-SVRG keep the weights
 themselves on a grid of fixed width, HALP the offsets on one that shrinks. The fixed grid just holds the optimum, which
-nobody knows beforehand, and its runs have the best of a few learning rates.
+nobody knows beforehand, and its runs have the best of a few learning rates. SGD in FP64 has the best of the same, so
+that what its gradients' noise leaves is not taken for the grid's.
 """
 
 import time
@@ -35,7 +36,7 @@ from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
 
 SEED = 0
-RATES = (1.0, 0.1, 0.01)  # of the given learning rate, that the runs on fixed grids may choose from
+RATES = (1.0, 0.1, 0.01)  # of the given learning rate, that SGD and the runs on fixed grids may choose from
 GRID_ROOM = 1.25  # a fixed grid reaches beyond the optimum's largest weight by this factor
 OPTIMUM_NORM = 1e-13  # of the gradient where the optimum counts as found
 MOST_NEWTON_STEPS = 100
@@ -234,7 +235,7 @@ def list_sides(problem: Problem, world: World, case: Case, optimum: Tensor) -> I
     reach = GRID_ROOM * optimum.abs().max().item()
 
     def tuned(name: str, bits: int, has_anchor: bool) -> Callable[[], Curve]:
-        grid = reach / count_levels(bits)
+        grid = reach / count_levels(bits) if bits else 0.0
 
         def run() -> Curve:
             runs = [run_fixed(problem, name, lr * share, bits, grid, anchors, has_anchor) for share in RATES]
@@ -242,6 +243,7 @@ def list_sides(problem: Problem, world: World, case: Case, optimum: Tensor) -> I
 
         return run
 
+    yield tuned("SGD", 0, False)
     for bits in (8, 16):
         yield tuned(f"LP-SGD, {bits} bits", bits, False)
     for bits in (8, 16):
@@ -263,7 +265,7 @@ def round_onto(z: Tensor, move: Tensor, grid: float, bits: int, step: int) -> Te
 
 
 def run_fixed(problem: Problem, name: str, lr: float, bits: int, grid: float, anchors: int, has_anchor: bool) -> Curve:
-    """LP-SGD, or LP-SVRG with anchors (algorithms 1 and 2 of the paper): the weights themselves are rounded."""
+    """LP-SGD, or LP-SVRG with anchors (algorithms 1 and 2 of the paper): the weights are rounded; without bits SGD."""
     curve, w = Curve(name, "FP64", lr), problem.start()
     step, passes = 0, 0.0
     curve.add(passes, problem.gradient(w))
@@ -273,7 +275,7 @@ def run_fixed(problem: Problem, name: str, lr: float, bits: int, grid: float, an
             v = problem.gradient(w, samples)
             if has_anchor:
                 v += full - problem.gradient(anchor, samples)
-            w = round_onto(w, -lr * v, grid, bits, step)
+            w = round_onto(w, -lr * v, grid, bits, step) if bits else w - lr * v
             step += 1
         passes += 3 if has_anchor else 1
         curve.add(passes, problem.gradient(w))

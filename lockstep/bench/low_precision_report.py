@@ -11,7 +11,14 @@ from rich.table import Table
 from lockstep.bench.results import Rows
 
 GOAL = 1e-6  # of the gradient's norm
-COLORS = {"LP-SGD": "#b9bec7", "LP-SVRG": "#8b93a0", "SVRG": "#444444", "HALP, 8": "#2563a8", "HALP, 16": "#c45f14"}
+COLORS = {
+    "SGD": "#55a868",
+    "LP-SGD": "#b9bec7",
+    "LP-SVRG": "#8b93a0",
+    "SVRG": "#444444",
+    "HALP, 8": "#2563a8",
+    "HALP, 16": "#c45f14",
+}
 
 
 def build_table(rows: Rows) -> Table:

@@ -51,9 +51,9 @@ class Balance(NamedTuple):
     """The whole run: T, S, N, e, and the shares of the time that training took."""
 
     images: int
-    train_s: float
-    images_per_second: float  # T
-    speed_one_rank: float | None  # S: what one rank would do if it never waited
+    train_s: float  # of steps
+    images_per_second: float  # T, over steps and passes for anchors
+    speed_one_rank: float | None  # S: what one rank would do if it never waited, likewise
     efficiency: float | None  # e: the share of the time it did not
     share_compute: float
     share_comm: float
@@ -136,15 +136,20 @@ class Account:
         return self._later if self._later.images else self._first
 
     def balance(self, world: World, *, alone: bool) -> Balance:
-        """T = S · N · e, averaged over the ranks; `alone` asks no other, which may be gone."""
+        """T = S · N · e, averaged over the ranks; `alone` asks no other, which may be gone.
+
+        Passes for anchors are part of what these images took, so T is over their seconds, too. They are taken to wait
+        as much as steps do: e is that of the steps, and S is lower by as much as T.
+        """
         spent = self._spent
         seconds = torch.tensor([spent.seconds[kind] for kind in TRAINING], dtype=torch.float64)
         if not alone:
             seconds = world.sum(seconds) / world.size
         waited, computed, communicated = seconds.tolist()
         total = max(waited + computed + communicated, 1e-9)
-        throughput = spent.images / total
-        speed = spent.images / world.size / computed if computed else None
+        trained = total / (total + self._beside.anchor_s)  # the share of the time in which images are trained on
+        throughput = trained * spent.images / total
+        speed = trained * spent.images / world.size / computed if computed else None
         return Balance(
             images=spent.images,
             train_s=total,

@@ -20,11 +20,12 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Ledger, expected_ledger, share
 from lockstep.data.pipeline import Batch
-from lockstep.engine.anchored import find_anchored, refuse_chance
+from lockstep.engine.anchored import find_anchored, refuse_chance, refuse_drawing
 from lockstep.engine.apply import Step, build_launched
 from lockstep.engine.build import Parts, count_steps
 from lockstep.engine.giving_up import keep_statistics, put_statistics
-from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.measure import fake_batch
+from lockstep.engine.recorded import RecordedStep, as_written
 from lockstep.engine.state import sum_ledger
 from lockstep.engine.step import LOSS, STOP
 from lockstep.engine.timing import Clock
@@ -34,19 +35,33 @@ from lockstep.optim.full_gradient import FullGradient
 from lockstep.optim.halp import Halp
 
 LOOK_EVERY = 10  # batches after which a GPU is asked whether any rank is to stop: the host waits for the answer
+# Shares of the offsets from which on optim.mu is far off: at an end of their grid, or at zero.
+MOST_AT_END, MOST_AT_ZERO = 0.1, 0.99
+FEWEST = 2  # samples that batch norm can take statistics of
 
 
 class Anchors:
     """Takes a run's anchors; every rank has one of these, and all decide alike."""
 
-    def __init__(self, parts: Parts, world: World, num_samples: int, every: int, take: Callable[[Parts], Step]) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        world: World,
+        num_samples: int,
+        every: int,
+        take: Callable[[Parts], Step],
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """An anchor is due every so many steps; `take` makes the step that passes are taken by."""
         refuse_chance(parts.model)
         self._parts, self._world = parts, world
         self._num_samples, self._every = num_samples, every
         self._sum = FullGradient(parts.layout, world.device)
-        # Its time is no step's, so it has a clock of its own.
-        self._take = take(replace(parts, rule=self._sum, clock=Clock(world.device)))
+        # Its time is no step's, so it has a clock of its own; and no weight moves, so that no average follows.
+        self._clock = Clock(world.device)
+        self._take = take(replace(parts, rule=self._sum, clock=self._clock, average=None))
+        self._warn = warn
+        self._said: set[str] = set()
 
     def is_due(self, step: int) -> bool:
         """Whether an anchor comes before the step of this number."""
@@ -71,17 +86,22 @@ class Anchors:
             if is_stopped:
                 break
         put_statistics(parts, kept)
+        self._clock.take()  # or its marks would gather over the run
         parts.reducer.count_from(step)  # a lost rank is named with the run's own steps
         if is_stopped:
             return None
         seen = self._certify(ledger, epoch)
         rule = find_anchored(parts)
+        reach = rule.measure_reach() if isinstance(rule, Halp) and step else None  # of offsets that begin anew here
         rule.recentre(parts.weights, self._sum.total / self._num_samples)
         norm = rule.full_gradient.double().norm().item()
         if not math.isfinite(norm):
             raise SharedError(
                 f"The full gradient at step {step} is not finite; lower optim.lr or lengthen optim.warmup."
             )
+        shares = None if reach is None else reach.tolist()
+        if shares:
+            self._judge_reach(*shares)
         return AnchorTaken(
             step=step,
             samples=seen.count,
@@ -90,7 +110,23 @@ class Anchors:
             gradient_norm=norm,
             scale=rule.scale.item() if isinstance(rule, Halp) else None,
             ledger=f"{seen.value:016x}",
+            share_at_end=shares[0] if shares else None,
+            share_at_zero=shares[1] if shares else None,
         )
+
+    def _judge_reach(self, at_end: float, at_zero: float) -> None:
+        """Say, once of each, that the grid of the offsets is too narrow or too coarse."""
+        if at_end > MOST_AT_END:
+            share, what = at_end, "reached the end of their grid; lower optim.mu"
+        elif at_zero > MOST_AT_ZERO:
+            share, what = at_zero, "are still at zero, as their grid is coarse; raise optim.mu"
+        else:
+            return
+        if what not in self._said and self._world.is_first:
+            self._said.add(what)
+            rule = find_anchored(self._parts)
+            assert isinstance(rule, Halp)
+            self._warn(f"{100 * share:.3g} % of the offsets {what} (now {rule.mu:g}).")
 
     def _certify(self, ledger: Ledger, epoch: int) -> Ledger:
         """What all ranks have seen, which must be every sample exactly once."""
@@ -117,5 +153,13 @@ def build_anchors(
             return RecordedStep(summing, stop - start, global_batch, warn)
         return build_launched(summing, stop - start)
 
+    anchors = Anchors(parts, world, num_samples, plan_anchors(config, num_samples), take, warn)
+    with as_written(parts.model):  # for a size that no step has
+        refuse_drawing(parts, fake_batch(config, world, FEWEST).images)
+    return anchors
+
+
+def plan_anchors(config: RunConfig, num_samples: int) -> int:
+    """Steps from one anchor to the next."""
     in_epoch, _ = count_steps(config, num_samples)
-    return Anchors(parts, world, num_samples, max(1, config.optim.anchor_every.steps(in_epoch)), take)
+    return max(1, config.optim.anchor_every.steps(in_epoch))

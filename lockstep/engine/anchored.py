@@ -5,9 +5,10 @@ The reducer adds the passes of a step, so what it sums over the ranks, once, is 
 
 Both see the same function: batch norm takes its statistics of the same samples in the same parts, and crops are made
 once. Running statistics are moved by the passes at w̃ + z alone, as evaluation and checkpoints mean those weights.
-Dropout would draw another network for each of the two, and is refused.
+Dropout, or any other chance, would draw another network for each of the two, and is refused.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -16,6 +17,11 @@ from lockstep.engine.build import Parts
 from lockstep.engine.giving_up import keep_statistics, put_statistics
 from lockstep.errors import SharedError
 from lockstep.optim.svrg import Svrg
+
+NOT_ONE_FUNCTION = (
+    ", and svrg and halp compare gradients of one function at two places; set its dropout to 0 or choose another "
+    "optim.name."
+)
 
 
 def subtract_anchor(parts: Parts, images: Tensor, labels: Tensor, global_size: int) -> None:
@@ -42,7 +48,28 @@ def refuse_chance(model: nn.Module) -> None:
     """Refuse a network whose two passes over the same samples would not be of one function."""
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.p > 0:
-            raise SharedError(
-                f"The network drops a share of {module.p:g} at random in '{name}', and svrg and halp compare "
-                "gradients of one function at two places; set its dropout to 0 or choose another optim.name."
-            )
+            raise SharedError(f"The network drops a share of {module.p:g} at random in '{name}'{NOT_ONE_FUNCTION}")
+
+
+def refuse_drawing(parts: Parts, images: Tensor) -> None:
+    """Refuse a network that draws random numbers in its forward pass, whatever by; nothing of the pass stays."""
+    kept, before = keep_statistics(parts), _read_chance(images.device)
+    try:
+        parts.model(images.to(parts.dtype))
+        drew = any(not torch.equal(*pair) for pair in zip(before, _read_chance(images.device), strict=True))
+    finally:
+        put_statistics(parts, kept)
+        _put_chance(images.device, before)
+    if drew:
+        raise SharedError(f"The network draws random numbers in its forward pass{NOT_ONE_FUNCTION}")
+
+
+def _read_chance(device: torch.device) -> list[Tensor]:
+    """The states of PyTorch's own generators: the host's, and the device's."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _put_chance(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

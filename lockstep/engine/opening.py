@@ -9,6 +9,7 @@ from lockstep import __version__
 from lockstep.comm.world import World
 from lockstep.commit import read_commit
 from lockstep.config import RunConfig
+from lockstep.engine.anchor_pass import plan_anchors
 from lockstep.engine.build import Parts, Sources, count_steps
 from lockstep.engine.machine import describe_machine
 from lockstep.engine.passes import plan_passes
@@ -76,6 +77,10 @@ def predict_run(
     if any(step.until.value > start_step / steps_per_epoch for step in config.data.image_sizes):
         return None  # what was measured is true of the last size alone
     batch = chosen.profile.setup.batch
+    passes, anchors = math.ceil(batch / plan_passes(config.train, 0, world.size)), 0
+    if parts.rule.has_anchor:  # the samples of a step are taken twice
+        every = plan_anchors(config, num_samples)
+        passes, anchors = 2 * passes, len(range(-(-start_step // every) * every, total_steps, every))
     try:
         facts = Facts(
             plan=chosen.plan,
@@ -87,7 +92,8 @@ def predict_run(
             global_batch=config.train.global_batch,
             num_images=num_samples,
             steps=total_steps - start_step,
-            passes=math.ceil(batch / plan_passes(config.train, 0, world.size)),
+            passes=passes,
+            anchors=anchors,
             cores=world.num_threads,
             device=_find_device(config, chosen.profile),
             rule=config.optim.name,

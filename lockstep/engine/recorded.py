@@ -151,22 +151,23 @@ class RecordedStep:
 
 def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:
     """A step on a batch of a size met once an epoch: to compile it or search for kernels would take longer than it."""
-    searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
-    try:
-        with _uncompiled(parts.model):
-            return train_step(parts, batch, lr, stop, asked)
-    finally:
-        torch.backends.cudnn.benchmark = searches
+    with as_written(parts.model):
+        return train_step(parts, batch, lr, stop, asked)
 
 
 @contextmanager
-def _uncompiled(model: nn.Module) -> Iterator[None]:
-    """While inside, modules that were compiled run as they are written; what was compiled stays for later."""
+def as_written(model: nn.Module) -> Iterator[None]:
+    """While inside, modules that were compiled run as they are written, and no kernels are searched for.
+
+    What was compiled stays for later.
+    """
+    searches, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl]
     for module, _ in compiled:
         module._compiled_call_impl = None
     try:
         yield
     finally:
+        torch.backends.cudnn.benchmark = searches
         for module, call in compiled:
             module._compiled_call_impl = call

@@ -70,7 +70,8 @@ def update_offsets(
         up = draw_uniform(seed, tl.load(count), places) < x - low
         most: tl.constexpr = (1 << (BITS - 1)) - 1
         stored += low + up.to(tl.float32)
-        stored = tl.minimum(tl.maximum(stored, -most - 1.0), most * 1.0)
+        kept = tl.minimum(tl.maximum(stored, -most - 1.0), most * 1.0)
+        stored = tl.where(stored == stored, kept, 0.0)  # what is no number would become the least one
         z = s * stored
     else:
         stored = z - move

@@ -49,6 +49,14 @@ class Halp(Svrg):
         norm = self.full_gradient.double().norm()
         self.scale.copy_((norm / (self.mu * count_levels(self.bits))).clamp(min=TINY))
 
+    @torch.no_grad()
+    def measure_reach(self) -> Tensor:
+        """The shares of offsets that are at an end of their grid and at zero, on the device."""
+        most, numel = count_levels(self.bits), sum(slot.numel for slot in self.layout.slots)
+        at_end = ((self.offset == most) | (self.offset == -most - 1)).sum()
+        moved = torch.count_nonzero(self.offset)  # padding between slots is none of them
+        return torch.stack([at_end, numel - moved]).double() / max(1, numel)
+
     def _read(self, offset: Tensor) -> Tensor:
         return self.scale * offset
 

@@ -49,8 +49,9 @@ def count_levels(bits: int) -> int:
 def round_sum(whole: Tensor, x: Tensor, uniform: Tensor, bits: int) -> Tensor:
     """whole + x to one of its two whole neighbours, up with the probability of its fraction; beyond the range, its end.
 
-    The fraction is that of x alone: beside 16 bits of a sum FP32 would leave it eight.
+    The fraction is that of x alone: beside 16 bits of a sum FP32 would leave it eight. What is no number becomes zero.
     """
     low = x.floor()
     most = count_levels(bits)
-    return (whole.to(x.dtype) + (low + (uniform < x - low))).clamp(-most - 1, most).to(FORMATS[bits])
+    rounded = (whole.to(x.dtype) + (low + (uniform < x - low))).clamp(-most - 1, most)
+    return rounded.nan_to_num(nan=0.0).to(FORMATS[bits])  # or every device would make of it what it likes

@@ -19,7 +19,7 @@ from lockstep.plan.device import BatchTime, DeviceProfile
 from lockstep.plan.graph import StepCosts, expect_slowest
 from lockstep.plan.plan import Plan
 from lockstep.plan.profile import Profile, StepTime
-from lockstep.plan.rules import find_rule
+from lockstep.plan.rules import UNPLANNED, find_rule
 from lockstep.plan.search import list_ready
 from lockstep.plan.shared_cores import FAIR, Cores, Sum, share_cores
 from lockstep.plan.shipped import list_shipped, read_shipped
@@ -51,7 +51,8 @@ class Facts:
     global_batch: int
     num_images: int  # of an epoch
     steps: int  # still to take
-    passes: int = 1  # of a step
+    passes: int = 1  # of a step, those at an anchor among them
+    anchors: int = 0  # passes over the epoch still to take for full gradients
     cores: int = 1  # of one rank
     device: DeviceProfile | None = None  # of this model on such a device, if any fits
     rule: str = "sgd"  # that updates the weights
@@ -94,13 +95,13 @@ def foresee(facts: Facts) -> RunPredicted | None:
     sums_s, sums_source = _time_messages(facts, sizes)
     costs = _build_costs(facts, alone, sums_s, fill)
     rate, rate_source = _find_rate(facts)
-    if rate is not None:
-        decode_s = facts.profile.setup.batch * fill / rate
-        costs = replace(costs, decode_s=decode_s, prefetch=facts.plan.input.prefetch_batches or PREFETCH)
-        if not facts.on_gpu:  # decoded beside the first pass, which begins when there is room for another batch
-            taken_s = FAIR * decode_s * min(1.0, facts.plan.input.threads / facts.cores)
-            costs = replace(costs, forward_s=costs.forward_s + taken_s / costs.passes)
-    parts = simulate(costs).parts
+    parts = simulate(_add_input(facts, costs, rate, fill)).parts
+    steps_s = facts.steps * parts.step_s
+    anchors_s = 0.0
+    if facts.anchors:
+        anchor_batch_s = simulate(_add_input(facts, _leave_iterate_out(costs), rate, fill)).parts.step_s
+        anchors_s = facts.anchors * steps_per_epoch * anchor_batch_s
+    trained = steps_s / (steps_s + anchors_s) if anchors_s else 1.0  # of the time: T and S count as `Account` does
     compute_s = parts.forward_s + parts.backward_s + parts.update_s
     images = facts.global_batch * fill
     sources = {"computing": alone.source, "input": rate_source}
@@ -123,10 +124,10 @@ def foresee(facts: Facts) -> RunPredicted | None:
         communicate_s=parts.communicate_s,
         step_s=parts.step_s,
         messages_s=costs.comm_s,
-        images_per_second=images / parts.step_s,
-        speed_one_rank=images / num_ranks / compute_s,
+        images_per_second=trained * images / parts.step_s,
+        speed_one_rank=trained * images / num_ranks / compute_s,
         efficiency=compute_s / parts.step_s,
-        train_s=facts.steps * parts.step_s,
+        train_s=steps_s + anchors_s,
         trial_s=_find_trial(facts),
         input_rate=rate,
         memory_bytes=memory,
@@ -151,7 +152,8 @@ def _time_alone(facts: Facts) -> Alone | None:
     step = next((step for step in facts.profile.steps if step.execution == facts.plan.execution), None)
     if step is not None and step.step_s > 0:
         return _time_measured(facts, step)
-    return _time_profiled(facts, facts.device) if facts.device else None
+    # A profile's steps are of another rule, and such a one's differ in more than the update.
+    return _time_profiled(facts, facts.device) if facts.device and facts.rule not in UNPLANNED else None
 
 
 def _time_measured(facts: Facts, step: StepTime) -> Alone:
@@ -236,6 +238,27 @@ def _build_costs(facts: Facts, alone: Alone, sums_s: Sequence[float], fill: floa
     return replace(costs, passes=alone.passes, slowdown=alone.slowdown)
 
 
+def _add_input(facts: Facts, costs: StepCosts, rate: float | None, fill: float) -> StepCosts:
+    """The same with a batch to be made, where it is known how long that takes."""
+    if rate is None:
+        return costs
+    decode_s = facts.profile.setup.batch * fill / rate
+    costs = replace(costs, decode_s=decode_s, prefetch=facts.plan.input.prefetch_batches or PREFETCH)
+    if facts.on_gpu:
+        return costs
+    # Decoded beside the first pass, which begins when there is room for another batch.
+    taken_s = FAIR * decode_s * min(1.0, facts.plan.input.threads / facts.cores)
+    return replace(costs, forward_s=costs.forward_s + taken_s / costs.passes)
+
+
+def _leave_iterate_out(costs: StepCosts) -> StepCosts:
+    """A batch of an anchor's pass: a step with half of its passes."""
+    if costs.passes > 1:
+        return replace(costs, passes=costs.passes // 2)
+    # Not known apart, all but the last backward pass counts as forward.
+    return replace(costs, forward_s=max(0.0, (costs.forward_s - costs.backward_s) / 2))
+
+
 def _find_rate(facts: Facts) -> tuple[float | None, str]:
     """Images a second that one rank's input makes: as an earlier part of the run found out, or by a device profile."""
     known = facts.profile.input
@@ -258,7 +281,7 @@ def _find_trial(facts: Facts) -> float | None:
 
 def _expect_memory(facts: Facts) -> int | None:
     device = facts.device
-    if device is None or facts.plan.execution not in device.executions:
+    if device is None or facts.plan.execution not in device.executions or facts.rule in UNPLANNED:
         return None
     row = device.at(-(-facts.profile.setup.batch // facts.passes), facts.plan.execution)
     width = 2 if any(slot.num_bytes < 4 * slot.elements for slot in row.slots) else 4

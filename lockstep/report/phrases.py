@@ -90,9 +90,13 @@ def _describe_line(event: Event) -> str:
                 f"({event.total:,} in {event.seconds:.1f} s)"
             )
         case AnchorTaken():
+            scale = "" if event.scale is None else f", scale {event.scale:.3g}"
+            led = ""
+            if event.share_at_end is not None and event.share_at_zero is not None:
+                led = f"; offsets {percent(event.share_at_end)} at an end, {percent(event.share_at_zero)} at zero"
             return (
-                f"anchor at step {event.step:,}: loss {event.loss:.4g}, full gradient {event.gradient_norm:.4g}  "
-                f"({event.samples:,} samples in {event.seconds:.1f} s)"
+                f"anchor at step {event.step:,}: loss {event.loss:.4g}, full gradient {event.gradient_norm:.4g}"
+                f"{scale}{led}  ({event.samples:,} samples in {event.seconds:.1f} s)"
             )
         case StartedUp():
             return describe_startup(event)

@@ -125,19 +125,10 @@ def read_row(root: Path, trial: Trial, sweep: SweepFile) -> Row:
         images_to=None if epochs_to is None or num_train is None else epochs_to * num_train,
         seconds_to=None if wall_s is None or startup_s is None else wall_s - startup_s,
         steps=steps,
-        images_per_second=_measure_speed(summary),
+        images_per_second=number(summary.get("images_per_second")),
         memory_bytes=number(summary.get("memory_bytes")),
         wall_s=number(summary.get("wall_s")),
     )
-
-
-def _measure_speed(summary: dict[str, Any]) -> float | None:
-    """Images that were trained on, by the second; passes for full gradients take time and train on none."""
-    speed = number(summary.get("images_per_second"))
-    train_s, anchor_s = number(summary.get("train_s")), number(summary.get("anchor_s"))
-    if speed is None or not train_s or not anchor_s:
-        return speed
-    return speed * train_s / (train_s + anchor_s)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """SVRG and HALP in whole runs: the paper's algorithm in FP64, on any number of ranks, stopped and gone on with."""
 
+import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional
 
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor, expected_ledger, steps_per_epoch
+from lockstep.engine.anchor_pass import build_anchors
 from lockstep.engine.anchored import refuse_chance, subtract_anchor
 from lockstep.engine.build import Parts, assemble, build_network, build_train_pipeline, open_sources, plan_input
 from lockstep.engine.checkpoint import list_checkpoints
@@ -20,7 +24,7 @@ from lockstep.engine.state import list_changing
 from lockstep.engine.step import train_step
 from lockstep.engine.trainer import StopRequest, Trainer
 from lockstep.errors import LockstepError
-from lockstep.events import AnchorTaken, EpochDone, Event, StepDone
+from lockstep.events import AnchorTaken, EpochDone, Event, Notice, RunEnded, StepDone
 from lockstep.optim.halp import Halp
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
@@ -47,7 +51,7 @@ CONVEX = [
 ]
 HALP = ["optim.name=halp", f"optim.mu={MU}"]
 RULES = {"svrg": ["optim.name=svrg"], "halp8": [*HALP, "optim.bits=8"], "halp16": [*HALP, "optim.bits=16"]}
-OTHERS = {"normed": RULES["halp8"]}
+OTHERS = {"normed": RULES["halp8"], "averaged": [*RULES["halp8"], "optim.average=0.9"]}
 
 
 Together = dict[int, list[dict[str, Any]]]
@@ -104,7 +108,7 @@ def train(world: World, configs: dict[str, RunConfig], folder: Path, stop_at: in
         trainer, ear, status = run(world, config, folder / case, stop_at)
         arrays = {name: array.clone() for name, array in list_changing(trainer.parts).over_layout.items()}
         found[case] = {**arrays, "status": status, "anchors": ear.all(AnchorTaken), "epochs": ear.all(EpochDone)}
-        found[case]["folder"] = str(folder / case)
+        found[case] |= {"folder": str(folder / case), "ended": ear.all(RunEnded)[-1]}
     return found
 
 
@@ -115,7 +119,8 @@ def configs(images: Path) -> dict[str, RunConfig]:
 
 @pytest.fixture(scope="module")
 def alone(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(world_of_one(), {case: configs[case] for case in RULES}, tmp_path_factory.mktemp("alone"))
+    cases = {case: configs[case] for case in (*RULES, "averaged")}
+    return train(world_of_one(), cases, tmp_path_factory.mktemp("alone"))
 
 
 def softmax_gradient(weights: Any, batches: list[tuple[Any, Any]]) -> Any:
@@ -175,7 +180,10 @@ def test_a_run_is_the_papers_algorithm_in_fp64(
     assert np.abs(expected).max() > 1e-3
     if bits:
         offsets = named_arrays(alone[case]["offset"], parts.layout)
-        assert np.array_equal(np.concatenate([offsets["fc.weight"].T, offsets["fc.bias"][None]]), z)
+        off = np.abs(np.concatenate([offsets["fc.weight"].T, offsets["fc.bias"][None]]) - z)
+        # FP32 knows a step to a thousandth of the finest grid's unit, and rounds one in a thousand the other way.
+        assert off.max() <= (1 if bits == 16 else 0)
+        assert (off > 0).mean() <= 0.002
         assert np.abs(z).max() > 3
 
 
@@ -186,7 +194,7 @@ def together(configs: dict[str, RunConfig], tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("of-2")
     *_, status = run(world_of_one(), configs["halp8"], folder / "moved", 4)
     assert status == "interrupted"
-    more = {"normed": configs["normed"], "moved": configs["halp8"]}
+    more = {"normed": configs["normed"], "averaged": configs["averaged"], "moved": configs["halp8"]}
     return {
         2: run_ranks(train, 2, convex | more, folder),
         3: run_ranks(train, 3, convex, tmp_path_factory.mktemp("of-3")),
@@ -207,6 +215,27 @@ def test_any_number_of_ranks_has_the_same_anchor_offset_and_weights(
                 assert torch.equal(first, alone[case][name])  # of the same chance, whoever draws
 
 
+def test_the_averaged_weights_follow_steps_and_no_anchors_pass(
+    configs: dict[str, RunConfig], alone: dict[str, Any], together: Together, tmp_path: Path
+) -> None:
+    """The formula over the weights after every step; the same on two ranks, and by a run that was stopped."""
+    taken: list[torch.Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_read_vote", lambda trainer, side: taken.append(trainer.parts.weights.clone()))
+        train(world_of_one(), {"averaged": configs["averaged"]}, tmp_path / "watched")
+    expected = torch.zeros_like(taken[0])
+    for count, weights in enumerate(taken, start=1):
+        expected += max(0.1, 9 / (9 + count)) * (weights - expected)
+    torch.testing.assert_close(alone["averaged"]["average"], expected, rtol=1e-5, atol=1e-7)
+    assert (expected - taken[-1]).norm() > 0.05 * expected.norm()
+    for result in together[2]:
+        torch.testing.assert_close(result["averaged"]["average"], expected, rtol=1e-4, atol=2e-6)
+    stopped = train(world_of_one(), {"averaged": configs["averaged"]}, tmp_path, 4)["averaged"]
+    found = train(world_of_one(), {"averaged": configs["averaged"]}, tmp_path)["averaged"]
+    assert (stopped["status"], found["status"]) == ("interrupted", "finished")
+    assert torch.equal(found["average"], alone["averaged"]["average"])
+
+
 def test_an_anchor_is_a_pass_over_every_sample_beside_the_epoch(alone: dict[str, Any], together: Together) -> None:
     for result in (alone["halp8"], together[3][0]["halp8"]):
         anchors, epochs = result["anchors"], result["epochs"]
@@ -217,7 +246,73 @@ def test_an_anchor_is_a_pass_over_every_sample_beside_the_epoch(alone: dict[str,
         assert [event.ledger_ok for event in epochs] == [True, True]
         assert anchors[0].loss == pytest.approx(np.log(10), rel=1e-6)  # of weights that are all zero
         assert anchors[0].gradient_norm > anchors[2].gradient_norm > 0
+        ended = result["ended"]
+        assert ended.anchor_s == pytest.approx(sum(anchor.seconds for anchor in anchors))
+        assert ended.images_per_second == pytest.approx(ended.images / (ended.train_s + ended.anchor_s))
+        product = ended.speed_one_rank * ended.world_size * ended.efficiency
+        assert ended.images_per_second == pytest.approx(product)
         assert all(a.scale == pytest.approx(a.gradient_norm / (MU * 127), rel=1e-6) for a in anchors)
+
+
+def test_an_anchor_tells_how_far_the_offsets_before_it_reached(
+    configs: dict[str, RunConfig], alone: dict[str, Any], tmp_path: Path
+) -> None:
+    for case, bits in (("svrg", 0), ("halp8", 8), ("halp16", 16)):
+        first, *others = alone[case]["anchors"]
+        assert (first.share_at_end, first.share_at_zero) == (None, None)  # no step before it
+        if not bits:
+            assert all((anchor.share_at_end, anchor.share_at_zero) == (None, None) for anchor in others)
+            continue
+        # Stopped where the next anchor is due, the run has the offsets that the anchor's record tells of.
+        at = 3 if case == "halp8" else 9
+        stopped = train(world_of_one(), {case: configs[case]}, tmp_path, at - 1)[case]
+        assert stopped["status"] == "interrupted"
+        z = load_offsets(tmp_path / case, at)
+        told = next(anchor for anchor in others if anchor.step == at)
+        assert told.share_at_zero == pytest.approx((z == 0).mean(), abs=1e-12)
+        assert told.share_at_end == pytest.approx(
+            np.isin(z, (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)).mean(), abs=1e-12
+        )
+
+
+def load_offsets(folder: Path, step: int) -> Any:
+    """All elements of z that a checkpoint holds."""
+    saved = load_file(folder / "checkpoints" / f"step-{step:08d}" / "optimizer.safetensors")
+    return np.concatenate([array.numpy().ravel() for name, array in saved.items() if name.startswith("offset/")])
+
+
+@pytest.mark.parametrize(
+    ("mu", "sentence"),
+    [
+        (1e5, r"\d % of the offsets reached the end of their grid; lower optim\.mu \(now 100000\)\."),
+        (
+            1e-6,
+            r"^(99\.\d+|100) % of the offsets are still at zero, as their grid is coarse; raise .*mu \(now 1e-06\)\.",
+        ),
+        (1.0, ""),
+    ],
+)
+def test_a_mu_that_is_far_off_is_said_once(images: Path, tmp_path: Path, mu: float, sentence: str) -> None:
+    config = configure(images, *RULES["halp8"], f"optim.mu={mu}")
+    _, ear, status = run(world_of_one(), config, tmp_path / "run")
+    assert status == "finished"
+    said = [notice.text for notice in ear.all(Notice) if "offsets" in notice.text]
+    assert len(said) == (1 if sentence else 0), said
+    assert not sentence or re.search(sentence, said[0])
+
+
+@pytest.mark.gpu
+def test_ranks_over_nccl_have_the_anchor_and_weights_of_one(images: Path, tmp_path: Path) -> None:
+    """On one GPU; with 8 bits a single offset that is rounded otherwise would be more than the tolerance."""
+    # nvJPEG's pixels are not those of the host's decoder, and either may decode a sample.
+    wanted = {case: configure(images, *RULES[case], "data.decoder=cpu") for case in ("svrg", "halp16")}
+    one = train(world_of_one(), wanted, tmp_path / "of-1")
+    results = run_ranks(train, 2, wanted, tmp_path / "of-2", backend="nccl")
+    for case in wanted:
+        for name in ("weights", "anchor", "full_gradient"):
+            first, second = (result[case][name] for result in results)
+            assert torch.equal(first, second), name
+            torch.testing.assert_close(first, one[case][name].cpu(), rtol=1e-4, atol=1e-5)
 
 
 def stop_and_go_on(world: World, config: RunConfig, folder: Path) -> dict[int, Any]:
@@ -322,6 +417,32 @@ def test_dropout_is_refused() -> None:
     refuse_chance(nn.Sequential(nn.Dropout(0.0), nn.ReLU()))
     with pytest.raises(LockstepError, match=r"drops a share of 0\.5 at random in '1', .* set its dropout to 0"):
         refuse_chance(nn.Sequential(nn.ReLU(), nn.Dropout(0.5)))
+
+
+class Dropping(nn.Module):
+    """Chance that no module of PyTorch's shows, behind batch norm."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.fc = nn.Linear(3 * SIZE * SIZE, 10)
+        self.share = share
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.fc(functional.dropout(self.norm(images).flatten(1), self.share, self.training))
+
+
+def test_chance_that_no_module_shows_is_refused_and_looking_for_it_leaves_no_trace(
+    configs: dict[str, RunConfig],
+) -> None:
+    world, config = world_of_one(), configs["halp8"]
+    for share in (0.0, 0.5):
+        parts = assemble(config, world, Dropping(share), Schedule("constant", LR, total_steps=10))
+        statistics, chance = [buffer.clone() for buffer in parts.model.buffers()], torch.get_rng_state()
+        with pytest.raises(LockstepError, match="draws random numbers") if share else contextlib.nullcontext():
+            build_anchors(config, parts, world, NUM_TRAIN, False, pytest.fail)
+        assert torch.equal(torch.get_rng_state(), chance)
+        assert all(map(torch.equal, parts.model.buffers(), statistics))
 
 
 @pytest.mark.parametrize(

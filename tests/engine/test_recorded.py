@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,15 @@ from lockstep.comm.topology import Link
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig
 from lockstep.data.pipeline import Batch
-from lockstep.engine.apply import apply_execution, apply_plan, apply_reduction, build_launched
+from lockstep.engine.anchor_pass import Anchors
+from lockstep.engine.apply import Step, apply_execution, apply_plan, apply_reduction, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.step import LOSS, train_step
 from lockstep.models import set_fused
 from lockstep.optim.schedule import Schedule
+from lockstep.optim.svrg import Svrg
 from lockstep.plan.plan import Execution
 from tests.device import sync_errors
 from tests.engine.small import compile_without_a_compiler, small_config
@@ -72,7 +75,7 @@ def train_both_ways(config: RunConfig, world: World, rates: list[float]) -> tupl
             side = step(batch, lr, False)
         weights.append(parts.weights.clone())
         assert torch.isfinite(side[LOSS])
-        counts.append(parts.rule.step_count)
+        counts.append(int(parts.rule.count))
     assert counts[0] == counts[1] > 0
     return weights[0], weights[1]
 
@@ -101,6 +104,42 @@ def test_a_recorded_step_accumulates_and_clips_with_every_rule_as_a_launched_one
             assert (launched - recorded).norm() / launched.norm() < {"fp16": 2e-4, "fp32": 1e-4}[compute]
             weights[clip_norm] = recorded
     assert (weights[0.2] - weights[0.0]).norm() / weights[0.0].norm() > 5e-4
+
+
+def take_anchored_steps(config: RunConfig, world: World, execution: Execution) -> dict[str, Tensor]:
+    """The weights before and after two anchors with eight steps behind each, and the last full gradient."""
+    parts = build(config, world)
+    start = parts.weights.clone()
+    batches = draw_batches(config, world, 8)
+    samples = np.split(np.arange(16 * len(batches)), len(batches))
+    epoch = [replace(batch, samples=part) for batch, part in zip(batches, samples, strict=True)]
+    step = apply_plan(execution, parts.reducer.plan, parts, 16, 16, pytest.fail)
+
+    def take(summing: Parts) -> Step:
+        return RecordedStep(summing, 16, 16, pytest.fail) if execution.recorded else build_launched(summing, 16)
+
+    anchors = Anchors(parts, world, 16 * len(epoch), len(epoch), take)
+    for number in (0, len(epoch)):
+        assert anchors.take(epoch, number, 0, lambda: False) is not None
+        for lr, batch in zip(RATES, epoch, strict=True):
+            step(batch, lr, False)
+    assert isinstance(parts.rule, Svrg)
+    return {"start": start, "weights": parts.weights, "full gradient": parts.rule.full_gradient}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("optim", [{"name": "svrg"}, {"name": "halp", "bits": 16, "mu": 10.0}], ids=["svrg", "halp"])
+def test_recorded_steps_and_anchors_are_the_launched_ones(optim: dict[str, Any], accumulate: int) -> None:
+    """The first three of either are launched, and what an anchor's replays add up is what later steps move by."""
+    config = small_config("fp32", optim=optim, accumulate=accumulate)
+    with join_world(None) as world:
+        launched, recorded = (take_anchored_steps(config, world, execution) for execution in (OWN, RECORDED))
+    moved = (launched["weights"] - launched["start"]).norm()
+    assert moved > 1e-3 * launched["start"].norm()
+    assert (launched["weights"] - recorded["weights"]).norm() < 0.02 * moved
+    difference = (launched["full gradient"] - recorded["full gradient"]).norm()
+    assert difference < 0.02 * launched["full gradient"].norm()
 
 
 @pytest.mark.gpu

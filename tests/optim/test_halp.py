@@ -72,7 +72,7 @@ def test_inner_steps_follow_the_paper(problem: Problem, bits: int, fused: bool, 
     rule, weights = build(problem, bits, device, fused)
     for step, lr in enumerate(LEARNING_RATES):
         rule.step(weights, differences(problem, step, device), torch.tensor(lr, device=device))
-    assert rule.step_count == len(LEARNING_RATES)
+    assert rule.count == len(LEARNING_RATES)
     expected, z = run_by_hand(problem, bits)
     for spec in SPECS:
         slot = next(slot for slot in problem.layout.slots if slot.name == spec.name)
@@ -122,6 +122,35 @@ def test_the_fused_update_gives_the_bits_of_the_plain_one(problem: Problem, bits
     assert not weights.cpu()[padding].any()
     if bits:
         assert fused.offset.abs().max() >= 2 ** (bits - 1) - 1
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, which is NumPy
+@every_device
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_what_is_no_number_becomes_zero_and_what_is_infinite_the_end_of_the_grid(
+    problem: Problem, bits: int, fused: bool, device: str
+) -> None:
+    rule, weights = build(problem, bits, device, fused)
+    gradients = differences(problem, 1, device)
+    rule.step(weights, gradients, torch.tensor(0.5, device=device))
+    first = problem.layout.slots[0].offset
+    for place, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        gradients[1][first + place] = value
+    rule.step(weights, gradients, torch.tensor(0.5, device=device))
+    assert rule.offset[first : first + 3].tolist() == [0, -(2 ** (bits - 1)), 2 ** (bits - 1) - 1]
+    assert torch.isfinite(weights).all()
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_reach_of_offsets_is_the_share_at_either_end_and_at_zero(problem: Problem, bits: int) -> None:
+    rule, _ = build(problem, bits)
+    assert isinstance(rule, Halp)
+    most, numel = 2 ** (bits - 1) - 1, sum(slot.numel for slot in problem.layout.slots)
+    assert rule.measure_reach().tolist() == [0, 1]  # padding between slots is no offset
+    slot = problem.layout.slots[0]
+    rule.offset[slot.offset : slot.offset + 5] = torch.tensor([most, -most - 1, -most, 1, 0], dtype=rule.offset.dtype)
+    assert rule.measure_reach().tolist() == pytest.approx([2 / numel, (numel - 4) / numel])
 
 
 @every_width

@@ -139,6 +139,39 @@ def test_a_rank_alone_takes_what_its_trial_took_and_sends_nothing() -> None:
     assert "messages" not in found.sources
 
 
+def test_anchors_are_epochs_of_steps_with_half_of_the_passes() -> None:
+    # Alone, a step of 15 + 30 ms at the anchor, as much at the iterate, and 10 ms of update: 100 ms, and 55 for a batch
+    # of an anchor. 70 steps take 7 s, 7 anchors of 10 batches 3.85 s.
+    facts = make_facts(topology=Topology(((0,),)), passes=2, anchors=7, rule="halp")
+    found = foresee(replace(facts, profile=replace(facts.profile, messages=())))
+    assert found is not None
+    assert [found.step_s, found.train_s, found.efficiency] == pytest.approx([0.1, 10.85, 1.0])
+    assert found.images_per_second == pytest.approx(70 * 100 / 10.85)
+    assert found.speed_one_rank == pytest.approx(70 * 100 / 10.85)
+    # Its passes not known apart: 70 ms before the last backward pass of 30, and 50 for a batch of an anchor.
+    merged = replace(STEP, backward_s=0.03, forward_s=0.0, update_s=0.0)
+    unknown = foresee(make_facts(topology=Topology(((0,),)), step=merged, passes=2, anchors=7, rule="halp"))
+    assert unknown is not None
+    assert [unknown.step_s, unknown.train_s] == pytest.approx([0.1, 7 + 3.5])
+    # Waiting for input of 200 ms a batch, both take as long.
+    known = replace(facts, profile=replace(facts.profile, messages=(), input=InputRate(250.0, "cpu", 2)))
+    waiting = foresee(known)
+    assert waiting is not None
+    assert [waiting.step_s, waiting.train_s] == pytest.approx([0.2, 140 * 0.2])
+
+
+@pytest.mark.parametrize("rule", ["muon", "svrg", "halp"])
+def test_what_a_rule_without_costs_takes_is_measured_and_its_memory_unknown(rule: str) -> None:
+    facts = make_facts(device=synthesize(), rule=rule)
+    found = foresee(facts)
+    assert found is not None
+    assert found.memory_bytes is None
+    assert "memory" not in found.sources
+    unmeasured = replace(facts, plan=replace(facts.plan, execution=OWN), profile=Profile(SETUP, 0.0))
+    assert foresee(unmeasured) is None
+    assert foresee(replace(unmeasured, rule="sgd")) is not None
+
+
 def test_messages_nobody_measured_are_those_of_the_links() -> None:
     links = Topology(((0, 1),), intra=Link(1e-3, 1e8), inter=Link(1e-3, 1e8))
     for topology, source in ((links, LINKS), (TWO, GUESS)):

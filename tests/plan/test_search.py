@@ -19,7 +19,7 @@ from lockstep.plan.networks import count_macs, lend_profile, list_layers, sketch
 from lockstep.plan.optimizers import compare_rules
 from lockstep.plan.prediction import Impossible, Prediction, to_json
 from lockstep.plan.price import expect_timings, list_planned_choices
-from lockstep.plan.rules import RULES
+from lockstep.plan.rules import RULES, find_rule
 from lockstep.plan.search import build_case, build_profile_layout, plan_reductions, predict, search
 from lockstep.plan.sweep import choose_weak_batch, find_smallest, plan_sizes
 from lockstep.plan.workload import IMAGENET, Workload
@@ -192,6 +192,19 @@ def test_weak_scaling_takes_the_largest_power_of_two_that_fits() -> None:
     assert choose_weak_batch(ask(max_batch=1 << 20), PROFILE) == 512
     tight = replace(PROFILE, memory_bytes=PROFILE.at(100).memory_bytes)
     assert choose_weak_batch(ask(), tight) == 64
+
+
+@pytest.mark.parametrize("rule", ["muon", "svrg", "halp"])
+def test_a_rule_that_cannot_be_planned_for_says_why(rule: str) -> None:
+    with pytest.raises(
+        LockstepError, match=rf"optim\.name = {rule} cannot be planned .* one of sgd, lars, lamb, adamw\."
+    ):
+        build_case(replace(ask(), rule=rule), PROFILE, HOPPERS, 64)
+
+
+def test_an_update_rule_that_is_none_is_told_all_that_are() -> None:
+    with pytest.raises(LockstepError, match="no update rule adam; there are sgd, lars, lamb, adamw, muon, svrg, halp"):
+        find_rule("adam")
 
 
 def test_rules_differ_by_what_they_keep_and_move_and_send_the_same() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep.events import Event, Notice, StartedUp
+from lockstep.events import AnchorTaken, Event, Notice, StartedUp
 from lockstep.plan.choose import PLAIN, explain_choice
 from lockstep.plan.plan import Execution
 from lockstep.plan.profile import Trial
@@ -72,7 +72,7 @@ def test_plain_lines() -> None:
         "tiny: 1.50 M parameters, 320 samples, 10 classes, 2 ranks (test CPU)",
         "epoch 0.1/4  step 1/40  loss 1.250  train 50.0 %  lr 0.1  64.0 images/s  0:22 left",
         "epoch 1.0/4  step 10/40  loss 1.250  train 50.0 %  lr 0.1  64.0 images/s  0:17 left",
-        "100 % compute, 0 % exposed communication, 0 % waiting for input: the devices are kept busy",
+        "100 % compute, 0 % communication and waiting for other ranks, 0 % waiting for input: the devices are kept busy",
         "validation at epoch 1: top-1 60.0 %, top-5 90.0 %  (100 in 2.0 s)",
         "checkpoint at step 10  (6.1 MB in 3.0 s)",
         "warning: rank 1: a.JPEG cannot be read: [bold]truncated",
@@ -86,7 +86,7 @@ def test_plain_lines() -> None:
         "N  ranks           2",
         "e  efficiency      80.0 %",
         "run folder         runs/tiny-1",
-        "80 % compute, 15 % exposed communication, 5 % waiting for input: "
+        "80 % compute, 15 % communication and waiting for other ranks, 5 % waiting for input: "
         "more samples per rank (a larger train.global_batch, or fewer ranks) would lower communication.",
     ]
 
@@ -205,7 +205,7 @@ def test_the_live_view_ends_with_the_result_and_a_visible_cursor() -> None:
     end = text[text.rindex("\x1b[?25h") :]
     assert "85.0 %  (85 of 100)" in end
     assert "e  efficiency      80.0 %" in end
-    assert "80 % compute, 15 % exposed communication, 5 % waiting for input" in end
+    assert "80 % compute, 15 % communication and waiting for other ranks, 5 % waiting for input" in end
 
 
 def test_the_live_view_leaves_the_cursor_visible_when_a_run_breaks_off() -> None:
@@ -249,6 +249,22 @@ def test_preparation_in_a_terminal_is_one_line_redrawn() -> None:
     assert isinstance(console.file, io.StringIO)
     bare = re.sub("\x1b\\[[0-9]*m", "", console.file.getvalue())
     assert bare == f"Rendering images {'-' * 30} 0/30\rRendering images {'=' * 30} 30/30\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ({"scale": None}, "full gradient 0.4  (130 samples in 0.5 s)"),
+        ({"scale": 0.00123456}, "full gradient 0.4, scale 0.00123  (130"),
+        (
+            {"scale": 0.001, "share_at_end": 0.3712, "share_at_zero": 0.05},
+            "full gradient 0.4, scale 0.001; offsets 37.1 % at an end, 5.0 % at zero  (130",
+        ),
+    ],
+)
+def test_an_anchor_tells_its_grid_and_how_far_offsets_had_reached(told: dict[str, Any], expected: str) -> None:
+    values: dict[str, Any] = {"step": 4, "samples": 130, "seconds": 0.5, "loss": 2.3, "gradient_norm": 0.4}
+    assert f"anchor at step 4: loss 2.3, {expected}" in describe(AnchorTaken(**values, ledger="", **told))[0]
 
 
 @pytest.mark.parametrize(
