@@ -183,8 +183,9 @@ def draw_curves(figure: dict[str, Any]) -> str:
     for row in sorted(rows, key=lambda row: -row["norms"][-1]):
         points = [place(*pair) for pair in zip(row["passes"], row["norms"], strict=True)]
         is_ours, is_halp = "Lockstep" in row["arithmetic"], row["name"].startswith("HALP")
-        color = "ours" if is_halp else "third" if row["name"].startswith("LP") else "sum"
+        color = "ours" if is_halp else "third" if row["name"].startswith(("SGD", "LP")) else "sum"
         dash = ' stroke-dasharray="6 4"' if "16" in row["name"] else ""
+        dash = ' stroke-dasharray="1 3"' if row["name"] == "SGD" else dash
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         shapes.append(f'<polyline points="{path}" class="curve {color}"{dash}/>')
         if is_ours:
