@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 
 from lockstep.errors import LockstepError, Stop
+from lockstep.private import COMPILED, find_compiled
 
 __version__ = "0.1.0"
 __all__ = ["LockstepError", "Result", "Stop", "__version__", "evaluate", "export", "load", "predict", "train"]
@@ -15,9 +16,11 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 # ResNet-50's wastes a sixth of it. Whoever has settings of their own keeps them, under either name.
 if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-# PyTorch reads this when it is imported. Its warnings of a lost connection come with pages of C++ addresses; what has
-# happened is said in a sentence of ours.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# PyTorch reads this when it is imported. Its words on a lost connection, errors as well as warnings, come with pages of
+# C++ addresses; what has happened is said in a sentence of ours.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+# PyTorch reads this when it first compiles. By itself it would take a folder in /tmp that anybody can make before.
+os.environ.setdefault(COMPILED, str(find_compiled()))
 
 
 def __getattr__(name: str) -> object:

@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.private import guard_compiled
+
 MIB = 1 << 20
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25, 1  # what DDP does when nobody says anything
 FIRST_BUCKET = "_DEFAULT_FIRST_BUCKET_BYTES"  # in torch.distributed; read when DDP is built
@@ -47,6 +49,7 @@ def compile_wrapped(model: DistributedDataParallel, setting: Setting) -> nn.Modu
     """torch.compile around DDP, as PyTorch documents it: the compiler cuts the network where DDP cuts the gradients."""
     from torch._dynamo import config
 
+    guard_compiled()
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_GRAPHS)
     compiled: Any = torch.compile(model, backend=build_backend(setting), dynamic=False)

@@ -24,6 +24,7 @@ from lockstep.bench.results import check_files, write_rows
 from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
 from lockstep.models import RESNET_DEPTHS
+from lockstep.private import guard_compiled
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ def measure_wholes(uses: Counter[Use], bytes_per_s: float, compiled: bool, conso
 def _measure_compiled(use: Use, copies: list[Copy], console: Console) -> tuple[float | None, float | None]:
     from torch._functorch import config
 
+    guard_compiled()
     torch.compiler.reset()  # or it gives up compiling after a few shapes
     try:
         with config.patch(donated_buffer=False):  # or what was saved for a backward pass is written to in it

@@ -29,6 +29,7 @@ from lockstep.errors import LockstepError
 from lockstep.models.outside import require
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import explain_choice
+from lockstep.private import guard_compiled
 from lockstep.report.phrases import describe_trials
 
 LR, WEIGHT_DECAY = 1e-3, 0.05
@@ -71,6 +72,7 @@ def build_timm(case: Case, compiled: str) -> tuple[str, Step]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     network, optimizer = start_timm(case, device)
     batches = load_with_timm(case, device) if case.data else repeat(_make_noise(case, device))
+    guard_compiled()
     forward: Any = torch.compile(network, mode=compiled) if compiled else network
     update = build_update(case, device, forward, optimizer)
 

@@ -30,6 +30,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Notice, RunEnded, StepDone, read_events
 from lockstep.files import write_whole
 from lockstep.models.weights import read_weights
+from lockstep.private import guard_compiled
 from lockstep.processes import follow_launcher
 
 LABEL_SMOOTHING = 0.1
@@ -158,6 +159,7 @@ def train_with_timm(asked: Training) -> Trained:
     notes = load_fitting(network, asked.weights) if asked.weights else []
     loader = build_loader(case, device, "train")
     schedule = build_schedule(optimizer, len(loader), asked)
+    guard_compiled()
     forward: Any = torch.compile(network) if asked.compiled else network
     update = build_update(case, device, forward, optimizer, LABEL_SMOOTHING)
     forget_peak(device)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import LockstepError
+from lockstep.private import guard_compiled
 
 CLASSES = 1000
 IMAGE_SIZE = 224
@@ -58,6 +59,7 @@ def build_peer(
         half or torch.float32, memory_format=layout
     )
     labels = torch.randint(0, CLASSES, (batch,), device="cuda")
+    guard_compiled()
     forward: Any = torch.compile(network, mode=compiled) if compiled else network
 
     def step() -> None:

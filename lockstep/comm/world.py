@@ -34,6 +34,7 @@ from lockstep.comm.meeting import (
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
+from lockstep.terminal import say
 
 _worlds = itertools.count()  # that this process has been in: a program may train several times
 PATIENCE_S = 600.0  # while kernels are chosen and compiled
@@ -137,11 +138,25 @@ class World:
 def read_membership(environment: Mapping[str, str]) -> Membership | None:
     """The world that torchrun or srun started this process in, or None when it was started by hand."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
-        return _read_torchrun(environment)
+        return _check(_read_torchrun(environment))
     # A step of one task is an interactive shell: let the launcher start the ranks there.
     if "SLURM_STEP_ID" in environment and _read_int(environment, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        return _read_slurm(environment)
+        return _check(_read_slurm(environment))
     return None
+
+
+def _check(found: Membership) -> Membership:
+    """Refuse a place that no world has: the ranks would wait for each other until the timeout."""
+    if not 0 <= found.rank < found.size:
+        raise LockstepError(
+            f"The environment says that this is rank {found.rank} of {found.size}; start the ranks again, or unset "
+            "RANK and WORLD_SIZE for a run by itself."
+        )
+    if not 0 < found.port < 1 << 16:
+        raise LockstepError(
+            f"The environment names port {found.port} (MASTER_PORT), and there is none; use 1 to 65535."
+        )
+    return found
 
 
 def _read_torchrun(environment: Mapping[str, str]) -> Membership:
@@ -224,7 +239,7 @@ def join_world(membership: Membership | None, *, backend: str = "auto", timeout_
     # Held to the end, as rank 0's may be the one that all the others talk to.
     agreed, store, line = _meet(member, device, backend, seal, timeout_s)
     if agreed.notice:
-        print(f"lockstep: {agreed.notice}", file=sys.stderr, flush=True)
+        say(f"lockstep: {agreed.notice}", sys.stderr)
     torch.set_num_threads(agreed.num_threads)
     keeper = None if is_kept_by_launcher() else 0
     pulse = Pulse(line, member.rank, member.size, keeper=keeper, seal=seal)

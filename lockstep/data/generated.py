@@ -3,9 +3,11 @@
 The folder has the layout that `sources.py` reads, so nothing after it knows the difference.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ QUALITY = 90
 SPLITS = ("train", "val")
 # Images rendered together: enough to hide NumPy's cost per call, few enough for the processor's cache.
 RENDER_BATCH = 32
+OLD_S = 86_400.0  # nobody writes for so long
 
 
 def default_cache() -> Path:
@@ -57,6 +60,7 @@ def build_cached(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
     aside: Path | None = None
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        _sweep(cache, name)
         aside = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=cache))
         aside.chmod(0o755)
         write(aside)
@@ -71,6 +75,14 @@ def build_cached(cache: Path, name: str, write: Callable[[Path], None]) -> Path:
         if aside:
             shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def _sweep(cache: Path, name: str) -> None:
+    """Remove what processes that were killed amid their writing have left long ago."""
+    for aside in cache.glob(f".{name}-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - aside.lstat().st_mtime > OLD_S:
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_images(root: Path, counts: tuple[int, ...], progress: Callable[[int, int], None] | None) -> None:

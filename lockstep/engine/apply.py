@@ -12,6 +12,7 @@ from lockstep.engine.recorded import RecordedStep, take_odd_step
 from lockstep.engine.step import Asked, train_step
 from lockstep.models import set_fused
 from lockstep.plan.plan import Compile, Execution
+from lockstep.private import guard_compiled
 
 
 class Step(Protocol):
@@ -78,6 +79,7 @@ def _compile_for_training(module: nn.Module) -> None:
     """Compile a module for each shape of usual steps; validation and odd steps, with other shapes, run it as it is."""
     from torch._dynamo import config
 
+    guard_compiled()
     # Blocks of one class share their code, and beyond a few kinds and shapes of them the compiler gives up.
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, MAX_GRAPHS)

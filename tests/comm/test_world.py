@@ -84,6 +84,21 @@ def test_a_rank_that_is_no_number_is_a_sentence() -> None:
         read_membership(SLURM | {"SLURM_STEP_NUM_TASKS": "many"})
 
 
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "rank 5 of 2"),
+        ({"RANK": "-1"}, "rank -1 of"),
+        ({"WORLD_SIZE": "-1"}, "of -1"),
+        ({"MASTER_PORT": "-5"}, "port -5"),
+        ({"MASTER_PORT": "70000"}, "port 70000"),
+    ],
+)
+def test_a_place_that_no_world_has_is_a_sentence(given: dict[str, str], sentence: str) -> None:
+    with pytest.raises(LockstepError, match=sentence):
+        read_membership(TORCHRUN | given)
+
+
 def _exchange(world):  # type: ignore[no-untyped-def]
     world.barrier()
     word = world.broadcast_value({"from": world.rank})

@@ -1,6 +1,7 @@
 """The generated data set: deterministic, nested, safe to build twice, and beyond a linear classifier."""
 
 import errno
+import os
 import threading
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path, monkeypatc
     with pytest.raises(LockstepError, match=r"cannot be written to .* \(No space left on device\); free some space"):
         build_generated(tmp_path, 20, 10)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_kill_has_left_is_swept_but_not_what_another_writes(tmp_path: Path) -> None:
+    left, written = tmp_path / ".generated-v1-20x10-left", tmp_path / ".generated-v1-20x10-written"
+    for folder in (left, written):
+        (folder / "train").mkdir(parents=True)
+    os.utime(left, (0, 0))
+    build_generated(tmp_path, 20, 10)
+    assert (left.exists(), written.exists()) == (False, True)
 
 
 def test_a_cache_that_is_a_file_is_a_sentence(tmp_path: Path) -> None:

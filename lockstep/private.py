@@ -1,0 +1,50 @@
+"""Folders that nobody else can have put something into, for what is believed as it is found there. Torch-free."""
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from lockstep.errors import SharedError
+
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch's compiler keeps its code
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder of ours alone, or see that it is one: others may write to the place where it lies."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if not is_private(folder):
+        raise OSError(errno.EPERM, "others can write to it", str(folder))
+
+
+def is_private(folder: Path) -> bool:
+    """Whether nobody else can have put something into it."""
+    try:
+        status = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def find_compiled() -> Path:
+    """Where torch's compiler keeps its code if nobody says otherwise: in the user's own cache."""
+    place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(place).absolute() / "lockstep-compiled"
+
+
+def guard_compiled() -> None:
+    """Before anything is compiled: torch unpickles and runs what it finds in that folder, whoever has put it there.
+
+    By itself it takes one in /tmp, with a name that anybody can guess. Whoever names a folder is believed.
+    """
+    folder = find_compiled()
+    if os.environ.setdefault(COMPILED, str(folder)) != str(folder):
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
+    except OSError as error:
+        raise SharedError(
+            f"torch's compiler cannot keep its code in {folder} ({error.strerror or error}); set {COMPILED} to a "
+            "folder that only you can write to."
+        ) from error
