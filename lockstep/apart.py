@@ -19,7 +19,7 @@ from lockstep.engine.listener import Ear, OnEvent, warn_aside
 from lockstep.engine.starting import has_finished
 from lockstep.errors import LockstepError
 from lockstep.events import Event
-from lockstep.processes import LAUNCHER
+from lockstep.processes import LAUNCHER, answer_signals
 from lockstep.report.follow import Follower
 
 Outcome = Literal["finished", "interrupted", "stopped"]
@@ -138,12 +138,8 @@ def _passing_signals(process: "subprocess.Popen[str]") -> Iterator[list[int]]:
         came.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in PASSED_ON}
-    try:
+    with answer_signals(PASSED_ON, pass_on):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Records:

@@ -9,6 +9,7 @@ processes of their own (`apart.py`): the program may have threads and a GPU in u
 
 import json
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,12 +32,12 @@ from lockstep.engine.starting import (
     plan_start,
 )
 from lockstep.errors import LockstepError, SharedError
-from lockstep.events import Event
+from lockstep.events import Event, Notice
 from lockstep.files import read_small
 from lockstep.named import GIVEN, describe, find_name, is_name, name_being_imported
 from lockstep.processes import end_on_second, quit_on_interrupt
 from lockstep.recipe_values import show
-from lockstep.recipes.read import write_setting
+from lockstep.recipes.read import describe_kept_rate, write_setting
 from lockstep.report.sinks import parse_viewers
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any] | Sequence[str]
 OnEvent = Callable[[Event], object]
 Outcome = Literal["finished", "interrupted", "stopped"]
+# What the command line's words are in a program.
+OPTIONS = {
+    r"--resume=auto\b": 'resume="auto"',
+    r"--resume\b": "resume=True",
+    r"--set ([\w.]+=[^\s;,()]+)": r'set=["\1"]',
+    r"--set\b": "set=",
+    r"--out\b": "out=",
+}
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,10 @@ class Result:
         """The trained network, its classes and its configuration, from the newest checkpoint."""
         return load(self.folder, model=self._model, device=device, average=average)
 
+    def __repr__(self) -> str:
+        accuracy = "none yet" if self.accuracy is None else f"{self.accuracy:.4f}"
+        return f"Result({str(self.folder)!r}, {self.summary.get('status', 'no summary')}, accuracy {accuracy})"
+
 
 def train(
     recipe: "str | Path | RunConfig",
@@ -122,8 +135,10 @@ def train(
         raise LockstepError(
             f'{module} trains while it is being imported; put the call under if __name__ == "__main__".'
         )
+    if not isinstance(resume, bool) and resume != "auto":
+        raise LockstepError(f'resume = {show(resume)} is not possible; give True, False or "auto".')
     settings, brought = bring(set, model, data, loss)
-    with _as_target(recipe) as target:
+    with _as_target(recipe) as target, _speak_python():
         asked = Asked(
             target,
             settings,
@@ -158,11 +173,23 @@ def load(
 
 
 def predict(
-    trained: "TrainedNetwork", images: "GivenImage | Iterable[GivenImage]", *, top: int = 5
+    trained: "str | Path | Result | TrainedNetwork",
+    images: "GivenImage | Iterable[GivenImage]",
+    *,
+    top: int = 5,
+    model: "nn.Module | Callable[..., nn.Module] | None" = None,
+    device: "str | Any | None" = None,
+    average: bool | None = None,
 ) -> "list[Prediction]":
-    """The `top` classes of each image: files, encoded images in memory, or PIL's; also of one image alone."""
-    from lockstep.engine.inference import predict
+    """The `top` classes of each image: files, folders of some, encoded images in memory, or PIL's; or of one alone."""
+    from lockstep.engine.inference import TrainedNetwork, load_run, predict
 
+    if isinstance(trained, TrainedNetwork):
+        _refuse_with_loaded(model=model, device=device, average=average)
+    else:
+        path, brought = _find_run(trained, model)
+        with _guest_manners():
+            trained = load_run(path, device=device, average=average, brought=brought)
     return predict(trained, images, top=top)
 
 
@@ -364,6 +391,20 @@ def _list_settings(given: Settings) -> list[str]:
 
 
 @contextmanager
+def _speak_python() -> Iterator[None]:
+    """Sentences that name options of the command name the arguments of `train`; whole commands stay as they are."""
+    try:
+        yield
+    except LockstepError as error:
+        text = str(error)
+        if "lockstep train" not in text:
+            for option, argument in OPTIONS.items():
+                text = re.sub(option, argument, text)
+            error.args = (text,)
+        raise
+
+
+@contextmanager
 def _as_target(recipe: "str | Path | RunConfig") -> Iterator[str]:
     """A recipe as the command line takes it: a configuration becomes a file while it is needed."""
     if not isinstance(recipe, RunConfig):
@@ -427,6 +468,7 @@ def carry_out(
     elif ranks is not None and not (wanted_ranks := read_range(ranks))[0] <= membership.size <= wanted_ranks[1]:
         raise LockstepError(f"--ranks {ranks} was given, but this world was started with {membership.size} ranks.")
     go_on = _phrase_go_on(start, ranks, asked)
+    kept_rate = "" if start.resume else describe_kept_rate(asked.target, asked.settings)
     with _guest_manners() if is_guest else nullcontext():
         outcome = run_rank(
             start.config,
@@ -434,7 +476,9 @@ def carry_out(
             folder,
             resume=start.resume,
             membership=membership,
-            open_sink=partial(_open_sink, viewers=viewers, go_on=go_on, quiet=asked.quiet, draws=kept is None),
+            open_sink=partial(
+                _open_sink, viewers=viewers, go_on=go_on, quiet=asked.quiet, draws=kept is None, warning=kept_rate
+            ),
             may_be_finished=asked.resume == "auto",
             brought=brought,
             on_event=on_event,
@@ -467,6 +511,7 @@ def _check_start(
 
 def _launch(template: Any, asked: Asked, start: Start, ranks: tuple[int, int]) -> int:
     """Be the launcher of ranks, which are children of this process, to their end; returns the exit status."""
+    from lockstep.engine.identity import read_identity
     from lockstep.engine.launch import launch_ranks
     from lockstep.engine.snapshot import clear_memory, find_memory
 
@@ -476,7 +521,8 @@ def _launch(template: Any, asked: Asked, start: Start, ranks: tuple[int, int]) -
         try:
             return launch_ranks(template, ranks, _spell(asked, start, number), asked.restarts)
         finally:
-            clear_memory(find_memory(start.folder))  # nobody starts these ranks again
+            if run := read_identity(start.folder):
+                clear_memory(find_memory(start.folder, run))  # nobody starts these ranks again
 
 
 def _spell(asked: Asked, start: Start, ranks: str | None) -> list[str]:
@@ -510,7 +556,9 @@ def _phrase_go_on(start: Start, ranks: str | None, asked: Asked) -> str:
     return phrase_go_on(start.folder, ranks, asked.restarts, asked.log)
 
 
-def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, quiet: bool, draws: bool) -> "Sink":
+def _open_sink(
+    world: "World", folder: Path, viewers: list[str], go_on: str, quiet: bool, draws: bool, warning: str
+) -> "Sink":
     """Rank 0 writes the event log, draws the display and leaves the summary; the others say nothing."""
     from lockstep.report.display import build_display
     from lockstep.report.run import RunSink, SilentSink
@@ -519,7 +567,10 @@ def _open_sink(world: "World", folder: Path, viewers: list[str], go_on: str, qui
     if not world.is_first:
         return SilentSink()
     display = SilentSink() if quiet else build_display(Console(), folder, go_on)
-    return RunSink(folder, display, open_viewers(viewers, folder), draws=draws)
+    sink = RunSink(folder, display, open_viewers(viewers, folder), draws=draws)
+    if warning:
+        sink.emit(Notice(level="warning", text=warning))
+    return sink
 
 
 @contextmanager

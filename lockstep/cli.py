@@ -2,6 +2,7 @@
 
 import io
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,15 +16,23 @@ from lockstep.bench.commands import bench
 from lockstep.bench.profile_command import add_profile
 from lockstep.engine.starting import Resume
 from lockstep.errors import LockstepError, SharedError
-from lockstep.processes import follow_launcher, name_process, quit_on_interrupt, say_interrupted, spare_imports
+from lockstep.processes import (
+    follow_launcher,
+    name_process,
+    quit_on_interrupt,
+    say_interrupted,
+    spare_imports,
+    stop_status,
+)
 from lockstep.recipes import read
 from lockstep.recipes.complaints import describe_option
 from lockstep.recipes.recipe_commands import recipes
 from lockstep.report.export_commands import exports
 from lockstep.report.page_commands import add_commands as add_page_commands
 from lockstep.report.plan_commands import add_plan_command
-from lockstep.restarts import leave_outcome
+from lockstep.restarts import OUTCOME, leave_outcome
 from lockstep.sweep_command import add_sweep_command
+from lockstep.terminal import drop_failed, escape, is_of_output, say
 from lockstep.use_commands import add_use_commands
 
 if TYPE_CHECKING:
@@ -62,13 +71,27 @@ add_sweep_command(app)
 
 
 def main() -> None:
+    """Run a command; output that cannot be written is a non-zero exit without a word."""
+    try:
+        _answer_mistakes()
+    except SystemExit as end:
+        if drop_failed(sys.stdout) and not end.code:
+            raise SystemExit(1) from None
+        raise
+    except OSError as error:
+        if not drop_failed(sys.stdout) and not is_of_output(error, sys.stdout):
+            raise
+        sys.exit(1)
+
+
+def _answer_mistakes() -> None:
     """Run a command; a user's mistake is one sentence and a non-zero exit."""
     try:
         with spare_imports():
             _run_command()
     except LockstepError as error:
         if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
-            print(f"lockstep: {error}", file=sys.stderr)
+            say(f"lockstep: {escape(str(error))}", sys.stderr)
         # What all ranks have come to would come again; a rank that lost the others is to be started again.
         sys.exit(leave_outcome(1, os.environ) if isinstance(error, SharedError) else 1)
     except KeyboardInterrupt:
@@ -105,8 +128,14 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.params for option in parameter.opts}
-        for option in (argument.partition("=")[0] for argument in args if argument.startswith("--")):
-            if option not in known and (sentence := describe_option(option)):
+        for argument, after in zip(args, [*args[1:], ""], strict=True):
+            option, equals, text = argument.partition("=")
+            if option == "--out" and not (text if equals else after):  # a path without a name is the current folder
+                raise LockstepError("--out was given no name; name the run's folder, or leave --out away.")
+            if not option.startswith("--") or option in known:
+                continue
+            text = text if equals or after.startswith("-") else after
+            if sentence := describe_option(option, read.toml_value(text) if text else None):
                 raise LockstepError(sentence)
         return super().parse_args(ctx, spell_resume(args))
 
@@ -152,9 +181,13 @@ def train(
     """Train a recipe. Under torchrun or srun, join that world; otherwise start the ranks."""
     from lockstep.api import Asked, carry_out
 
-    ended = carry_out(Asked(target, tuple(settings or ()), out, resume, ranks, restarts, log))
+    try:
+        ended = carry_out(Asked(target, tuple(settings or ()), out, resume, ranks, restarts, log))
+    finally:
+        drop_failed(sys.stdout, sys.stderr)  # the end of a run is not that of its words
     if ended.outcome == "interrupted":
-        raise typer.Exit(leave_outcome(130, os.environ))
+        # Ranks that one launcher started leave the same word, whichever of them the signal came to.
+        raise typer.Exit(leave_outcome(130, os.environ) if OUTCOME in os.environ else stop_status())
     if ended.status:
         raise typer.Exit(ended.status)
 
@@ -228,6 +261,11 @@ def _show_profile(
     console.print()
 
 
+def _say_data(folder: Path) -> str:
+    """The settings that train on what lies in a folder."""
+    return f"--set data.source=folder --set {shlex.quote(f'data.path={folder}')}"
+
+
 @data.command("pack")
 def pack_data(
     source: Annotated[
@@ -275,7 +313,7 @@ def pack_data(
         print(f"left out: {name}")
     print(
         f"Packed {sum(index.num_samples for index in indexes):,} samples of {len(indexes[0].classes):,} classes into "
-        f"{sum(len(index.shards) for index in indexes):,} shards; train on them with --set data.path={target}"
+        f"{sum(len(index.shards) for index in indexes):,} shards; train on them with {_say_data(target)}"
     )
 
 
@@ -291,7 +329,7 @@ def index_data(
     indexes = index_tars(target.expanduser(), workers, progress("Reading", Console()))
     for name in (name for index in indexes for name in index.skipped):
         print(f"left out: {name}")
-    print(f"Found {sum(index.num_samples for index in indexes):,} samples; train on them with --set data.path={target}")
+    print(f"Found {sum(index.num_samples for index in indexes):,} samples; train on them with {_say_data(target)}")
 
 
 @data.command("verify")

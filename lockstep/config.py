@@ -91,9 +91,12 @@ class Section(BaseModel):
         for key, (switch, values) in self.only_with.items():
             given, default, now = getattr(self, key), type(self).model_fields[key].default, getattr(self, switch)
             if given != default and now not in values:
+                decider = f"{self.section}.{switch}"
+                # Whoever names a folder wants its images; whoever names another rule may well want that rule.
+                way = f"add --set {decider}={values[0]}" if switch == "source" else f"change {decider}"
                 raise ValueError(
-                    f"{self.section}.{key} = {show(given)} has no effect with {self.section}.{switch} = {show(now)}, "
-                    f"only with {', '.join(values)}; leave it at {show(default)} or change {self.section}.{switch}"
+                    f"{self.section}.{key} = {show(given)} has no effect with {decider} = {show(now)}, only with "
+                    f"{', '.join(values)}; leave it at {show(default)} or {way}"
                 )
         return self
 
@@ -314,7 +317,9 @@ class ModelConfig(Section):
         description="weights to start from: a file, a run's folder, torchvision:NAME or timm:NAME; none if empty",
     )
     freeze: Names = Field(
-        default=(), description='parts that stay as they are, by the beginnings of their names, such as ["conv1"]'
+        default=(),
+        examples=[("conv1", "bn1")],
+        description='parts that stay as they are, by the beginnings of their names, such as ["conv1"]',
     )
 
     @model_validator(mode="after")
@@ -410,7 +415,11 @@ class OptimConfig(Section):
     warmup_lr: float = Field(default=0.0, ge=0, le=LARGEST, description="learning rate at step 0 of the warm-up")
     end_lr: float = Field(default=0.0, ge=0, le=LARGEST, description="learning rate at the end (poly, cosine)")
     power: float = Field(default=2.0, gt=0, le=1e3, description="exponent of the decay (poly)")
-    milestones: Durations = Field(default=(), description="when the learning rate drops, counted from step 0 (step)")
+    milestones: Durations = Field(
+        default=(),
+        examples=[("30ep", "60ep", "80ep")],
+        description="when the learning rate drops, counted from step 0 (step)",
+    )
     gamma: float = Field(default=0.1, gt=0, le=1, description="factor of each drop (step)")
     loss: Annotated[str, _of("cross_entropy")] = Field(
         default="cross_entropy", description="what is minimised: cross_entropy, or package.module:name (docs/api.md)"

@@ -5,12 +5,13 @@ A rank ends with its launcher, so that none trains on unseen. The launcher leave
 reaches a rank that is stuck.
 """
 
+import _thread
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -21,6 +22,10 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 # One Ctrl-C may come twice, from the terminal and from whoever passes it on; nobody asks again so soon.
 APART_S = 0.3
+# What a shell or `nohup` has a program in the background ignore. Whoever started it so wants it to stay so.
+SPARED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+LAST_S = 1.0  # that a process which ends gives a terminal to take its last words
+_stops: list[int] = []  # signals that have asked this process to stop
 IMPORTING = "<frozen importlib._bootstrap>"  # the file, as Python calls it, of the code that reads modules
 
 
@@ -72,8 +77,7 @@ def spare_imports() -> Iterator[None]:
             _quit(number)
         signal.default_int_handler(number, frame)
 
-    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as by a shell, for what runs in the background
-    with nullcontext() if is_ignored else _answer_interrupts(answer):
+    with _answer_interrupts(answer):
         yield
 
 
@@ -87,7 +91,25 @@ def is_importing(frame: FrameType | None) -> bool:
 def say_interrupted() -> None:
     """The word on Ctrl-C, once for all ranks."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, b"lockstep: interrupted.\n")
+        say_last("lockstep: interrupted.")
+
+
+def say_last(text: str) -> None:
+    """A line on stderr, past Python's stream, which a stuck thread may hold; a second later it is given up.
+
+    A terminal that nobody reads (Ctrl-S) would hold the end of the process for ever. Safe in a signal's handler.
+    """
+    is_said = _thread.allocate_lock()
+    is_said.acquire()
+
+    def write() -> None:
+        with suppress(OSError):
+            os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+        is_said.release()
+
+    with suppress(RuntimeError):  # no room for another thread
+        _thread.start_new_thread(write, ())
+        is_said.acquire(timeout=LAST_S)
 
 
 def _quit(number: int) -> NoReturn:
@@ -100,17 +122,40 @@ def _answer_interrupts(answer: Callable[[int, FrameType | None], None]) -> Itera
     if threading.current_thread() is not threading.main_thread():  # where no handler can be set
         yield
         return
-    before = signal.signal(signal.SIGINT, answer)
+    with answer_signals((signal.SIGINT,), answer):
+        yield
+
+
+@contextmanager
+def answer_signals(numbers: Collection[int], answer: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While inside, `answer` is the handler of these signals, less those that the process was started to ignore."""
+    before = {number: signal.signal(number, answer) for number in numbers if not is_spared(number)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def is_spared(number: int) -> bool:
+    """Whether whoever started this process had it ignore the signal."""
+    return number in SPARED and signal.getsignal(number) is signal.SIG_IGN
 
 
 def ignore_interrupts() -> None:
     """From here on there is nothing left to interrupt: an exception amid the interpreter's own end is only noise."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def note_stop(number: int) -> None:
+    """Keep the first signal that has asked this process to stop, for its exit status."""
+    _stops.append(number)
+
+
+def stop_status() -> int:
+    """The exit status of a process that has stopped as asked: by a signal of its own, or by the word of other ranks."""
+    return 128 + (_stops[0] if _stops else signal.SIGINT)
 
 
 @contextmanager
@@ -140,5 +185,5 @@ def _wait_for_second(reader: int, numbers: Collection[int], leave: Callable[[int
         for number in heard:
             now = time.monotonic()
             if number in numbers and now - firsts.setdefault(number, now) > APART_S:
-                os.write(2, b"lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.\n")
+                say_last("lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.")
                 os._exit(leave(128 + number))

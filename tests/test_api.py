@@ -130,6 +130,24 @@ def test_one_image_alone_and_pil_images_are_predicted(tmp_path: Path) -> None:
         lockstep.predict(trained, torch.zeros(2, 3, 4, 4))
 
 
+def test_a_result_or_a_folder_predicts_a_folder_of_images(tmp_path: Path) -> None:
+    result = train(tmp_path / "a")
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "x.png").write_bytes(own.draw(7, 7, 0))
+    for run in (result, result.folder, str(result.folder), result.load()):
+        found = lockstep.predict(run, [tmp_path / "images", own.draw(7, 7, 0)], top=1)
+        assert [prediction.name for prediction in found] == [str(tmp_path / "images" / "x.png"), "image 1"]
+        assert not any(prediction.failure for prediction in found)
+    assert repr(result) == f"Result({str(tmp_path / 'a')!r}, finished, accuracy {result.accuracy:.4f})"
+    assert repr(result.load()).endswith("tests.own:build_net, step 10, 2 classes, on cpu)")
+
+
+def test_a_rate_kept_for_another_rule_is_a_warning(tmp_path: Path) -> None:
+    result = train(tmp_path / "a", set={"optim.name": "adamw", "train.duration": "1st", "optim.warmup": "0st"})
+    texts = [event.text for event in commands.events(result.folder) if isinstance(event, Notice)]
+    assert any("optim.name = adamw keeps the recipe's optim.lr = 1" in text for text in texts)
+
+
 def test_a_loss_equal_to_the_built_in_one_gives_identical_bits(tmp_path: Path) -> None:
     """Also: twice in one process is twice the same."""
     built_in = commands.last_weights(train(tmp_path / "a").folder)
@@ -246,6 +264,9 @@ def test_what_other_ranks_cannot_import_is_said_before_they_start(
         ({"loss": 3}, "The loss int is not callable"),
         ({"set": {"optim.lr": None}}, "optim.lr = NoneType is no setting"),
         ({"ranks": 0}, "--ranks 0 is not possible"),
+        ({"resume": "yes"}, 'resume = "yes" is not possible; give True, False or "auto"'),
+        ({"resume": True}, r"nothing to resume; start without resume=True\."),
+        ({"set": {"optim.lrr": 1}}, r"There is no key optim\.lrr; the nearest is optim\.lr \(set=\[.optim\.lrr=1.\]\)"),
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path: Path, brought: dict[str, Any], words: str) -> None:

@@ -258,7 +258,7 @@ def test_a_run_leaves_what_it_promises(images: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(images, run)[0] == 0
     files = {"config.toml", "events.jsonl", "summary.json", "report.html", "plan.toml", "profile.json"}
-    assert {path.name for path in run.iterdir()} == {*files, "checkpoints", ".lock"}
+    assert {path.name for path in run.iterdir()} == {*files, "checkpoints", ".lock", ".identity"}
     summary = commands.summary(run)
     for key in ("top1", "top5", "images_per_second", "T", "S", "N", "e", "steps", "epochs", "world_size", "wall_s"):
         assert isinstance(summary[key], float | int), key
@@ -376,3 +376,10 @@ def test_a_file_whose_name_is_no_text_is_printed(folder: Path, tmp_path: Path) -
     assert (status, err) == (0, "")
     assert "left out: " in out
     assert "\\udcff.jpeg" in out
+
+
+@pytest.mark.parametrize("words", [["--out", ""], ["--out="]])
+def test_an_out_without_a_name_is_a_sentence_and_not_the_current_folder(tmp_path: Path, words: list[str]) -> None:
+    status, _, err = commands.run("train", "quickstart", *words, cwd=tmp_path)
+    assert (status, err) == (1, "lockstep: --out was given no name; name the run's folder, or leave --out away.\n")
+    assert list(tmp_path.iterdir()) == []

@@ -140,7 +140,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(tmp_path: Path, override: s
         (
             ["data.path=imagenet"],
             'data.path = "imagenet" has no effect with data.source = "generated", only with folder; '
-            'leave it at "" or change data.source',
+            'leave it at "" or add --set data.source=folder',
         ),
         (["data.crop_area=[0.5, 0.2]"], "data.crop_area = [0.5, 0.2] must be two rising shares in (0, 1]"),
         (["data.crop_area=[0.5, 1.2]"], "data.crop_area = [0.5, 1.2] must be two rising shares in (0, 1]"),

@@ -6,15 +6,18 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from lockstep.events import RunEnded
 from lockstep.processes import APART_S, spare_imports
 from tests.engine import commands
-from tests.engine.conftest import tiny_settings
+from tests.engine.conftest import spell_small_run, tiny_settings
+from tests.terminals import fill, open_terminal
 
 # A first signal is noted and the read goes on; so it did with the second.
 STUCK = (
@@ -192,3 +195,63 @@ def test_control_c_amid_the_interpreters_own_end_is_no_traceback() -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
     assert err == ""
+
+
+def start_ignoring(number: int, arguments: list[str], cache: Path) -> "subprocess.Popen[str]":
+    """A command as `nohup` or a shell's background starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | commands.MODULES | {"LOCKSTEP_CACHE": str(cache)},
+        start_new_session=True,
+        preexec_fn=partial(signal.signal, number, signal.SIG_IGN),
+    )
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGHUP), (2, signal.SIGHUP), (2, signal.SIGINT)])
+def test_a_signal_that_the_command_was_started_to_ignore_does_not_stop_the_run(
+    tmp_path: Path, ranks: int, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    process = start_ignoring(number, spell_small_run(run, ranks, "60st"), tmp_path)
+    commands.wait_for_step(run, 2, process)
+    os.killpg(process.pid, number)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert [event.status for event in commands.events(run) if isinstance(event, RunEnded)] == ["finished"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_one_rank_that_is_stopped_says_by_its_status_which_signal_it_was(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    process = commands.start(*spell_small_run(run, 1, "4000st"), LOCKSTEP_CACHE=str(tmp_path))
+    commands.wait_for_step(run, 2, process)
+    process.send_signal(number)
+    status, _, err = commands.finish(process)
+    assert status == 128 + number, err
+
+
+STUCK_QUIETLY = STUCK.replace("print('reading', flush=True)", "os.write({ready}, b'.')")
+
+
+def test_a_second_signal_ends_a_process_whose_terminal_is_not_read() -> None:
+    ready, writer = os.pipe()
+    with open_terminal() as (_, file):
+        fill(file)
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK_QUIETLY.format(ready=writer)],
+            stderr=file,
+            pass_fds=[writer],
+            env=os.environ | commands.MODULES,
+        )
+        os.close(writer)
+        os.read(ready, 1)
+        os.close(ready)
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(2 * APART_S)
+        assert process.wait(10) == 128 + signal.SIGTERM

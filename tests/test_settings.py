@@ -12,7 +12,7 @@ from lockstep.cli import spell_resume
 from lockstep.config import KEYS, SECTIONS, to_toml
 from lockstep.errors import LockstepError
 from lockstep.recipes.complaints import ELSEWHERE, describe_option, describe_unknown
-from lockstep.recipes.read import apply_overrides, load_recipe, recipe_text
+from lockstep.recipes.read import apply_overrides, describe_kept_rate, load_recipe, recipe_text
 from lockstep.recipes.settings import draw_page, find_settings, list_settings
 from tests.engine import commands
 
@@ -134,6 +134,16 @@ def test_other_trainers_names_in_any_spelling_and_section() -> None:
         ("learning_rate=0.02", "--set optim.lr=0.02"),
         ("warmup_epochs=2", "--set optim.warmup=2ep"),
         ("model.drop_path=0.2", "--set model.settings.drop_path_rate=0.2"),
+        ("optimizer=adamw", "--set optim.name=adamw"),
+        ("opt=Adam", "--set optim.name=adamw"),
+        ("hflip=0", "--set data.flip=false"),
+        ("model_ema_decay=0.99", "--set optim.average=0.99"),
+        ("gpus=2", "--ranks 2"),
+        ("num_workers=4", "--set data.decode_threads=4"),
+        ("reprob=0.2", "--set augment.erase=0.2"),
+        ("data_dir=/tmp", "--set data.source=folder --set data.path=/tmp"),
+        ("arch=resnet18", "--set model.name=resnet18"),
+        ("pretrained=w/a.pth", "--set model.weights=w/a.pth"),
         # Where it may mean something else, or is no value, there is an example.
         ("per_device_train_batch_size=32", "--set train.global_batch=256"),
         ("batch_size=0.5", "--set train.global_batch=256"),
@@ -142,6 +152,10 @@ def test_other_trainers_names_in_any_spelling_and_section() -> None:
         ("epochs=true", "--set train.duration=90ep"),
         ("learning_rate=inf", "--set optim.lr=0.1"),
         ("wandb=true", "--log wandb"),
+        ("optimizer=adagrad", "--set optim.name=sgd"),
+        ("pretrained=true", "--set model.weights=torchvision:resnet50"),
+        ("hflip=0.3", "--set data.flip=true"),
+        ("gpus=0", "--ranks 4"),
     ],
 )
 def test_a_value_under_another_trainers_name_is_carried_over_where_it_is_plain(given: str, ours: str) -> None:
@@ -154,6 +168,64 @@ def test_what_a_file_gives_under_another_trainers_name_is_shown_as_a_file_has_it
     (tmp_path / "mine.toml").write_text(f"epochs = 3\n{recipe_text('quickstart')}")
     with pytest.raises(LockstepError, match=r'There is no key epochs; here it is train\.duration = "3ep" \(recipe '):
         load_recipe(str(tmp_path / "mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("model=resnet50", "--set model.name=resnet50"),
+        ("optim=adamw", "--set optim.name=adamw"),
+        ("data=/tmp/x", "--set data.source=folder --set data.path=/tmp/x"),
+    ],
+)
+def test_one_value_for_a_whole_table_leads_to_the_key_that_is_meant(given: str, ours: str, tmp_path: Path) -> None:
+    table, _, value = given.partition("=")
+    with pytest.raises(LockstepError) as caught:
+        load_recipe("quickstart", [given])
+    assert str(caught.value) == f"{table} is a table of keys; here it is {ours} (--set {given})."
+    (tmp_path / "mine.toml").write_text(f'{table} = "{value}"\n')
+    with pytest.raises(LockstepError, match=f"^{table} is a table of keys; here it is {table}[.][a-z]+ = "):
+        load_recipe(str(tmp_path / "mine.toml"))
+
+
+def test_a_table_that_is_no_table_and_means_nothing_is_said() -> None:
+    with pytest.raises(LockstepError, match="model = 3 must be a table of keys"):
+        load_recipe("quickstart", ["model=3"])
+
+
+def test_the_argument_after_an_option_is_its_value() -> None:
+    for words in (("--epochs", "5"), ("--epochs=5",)):
+        assert commands.run("train", "quickstart", *words)[2].endswith("here it is --set train.duration=5ep.\n")
+    assert "GPUs are taken by themselves" in commands.run("train", "quickstart", "--device", "cuda")[2]
+    assert commands.run("train", "--amp", "quickstart")[2].endswith("here it is --set precision.compute=bf16.\n")
+
+
+def test_another_rule_that_keeps_the_recipes_rate_is_a_sentence() -> None:
+    assert describe_kept_rate("quickstart", ["optim.name=adamw"]) == (
+        "optim.name = adamw keeps the recipe's optim.lr = 1, which was chosen for lars; with adamw it is usually about "
+        "0.001: set optim.lr too."
+    )
+    for settings in (["optim.name=adamw", "optim.lr=1.0"], ["optim.lr=2.0"], ["optim.name=lars"]):
+        assert describe_kept_rate("quickstart", settings) == ""
+
+
+def test_data_weights_and_a_recipes_name_in_a_recipe_are_told_apart_from_recipes(tmp_path: Path) -> None:
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    (tmp_path / "x.pth").write_bytes(b"x")
+    (tmp_path / "mine.toml").write_text('recipe = "quickstart"\n')
+    for name, words in (
+        ("images", "is a folder of data and no recipe; train on it with .* --set data.source=folder --set data.path="),
+        ("x.pth", "is a file of weights and no recipe; .* --set model.weights="),
+        ("mine.toml", "There is no key recipe; .*lockstep recipes copy NAME FILE"),
+    ):
+        with pytest.raises(LockstepError, match=words):
+            load_recipe(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("setting", ["model.freeze=conv1,bn1", "optim.milestones=30ep"])
+def test_a_list_has_an_example_that_is_none_empty(setting: str) -> None:
+    with pytest.raises(LockstepError, match=r'must be a list, such as \["'):
+        load_recipe("quickstart", [setting])
 
 
 @pytest.mark.parametrize("key", ["num_classes", "model.num_classes", "nb-classes"])

@@ -48,6 +48,27 @@ def list_given(images: GivenImage | Iterable[GivenImage]) -> list[GivenImage]:
     return listed
 
 
+def open_folders(images: Sequence[GivenImage], limit_s: float = READ_TIMEOUT_S) -> list[GivenImage]:
+    """The same with a folder's images, sorted, in the place of each folder; what cannot be read stays, to be told."""
+
+    def find(steps: Steps) -> list[GivenImage]:
+        found: list[GivenImage] = []
+        for image in images:
+            is_folder = isinstance(image, str | Path) and _is_folder(Path(image), steps)
+            found += _find(Path(image), steps, []) if is_folder else [image]  # type: ignore[arg-type]
+        return found
+
+    return look(find, limit_s)
+
+
+def _is_folder(place: Path, steps: Steps) -> bool:
+    steps.ask(place)
+    try:
+        return place.is_dir()
+    except (OSError, ValueError):  # a name too long, or with a zero byte
+        return False
+
+
 class GivenImages:
     """Files, encoded images and PIL's without a class, numbered as they were given."""
 
@@ -131,6 +152,8 @@ def _walk(root: Path, steps: Steps, left_out: list[Path]) -> list[Path]:
                 if entry.name.startswith("."):
                     continue
                 if entry.is_dir():
+                    if entry.is_symlink() and _leads_back(entry.path, (root, folder)):
+                        continue
                     status = os.stat(entry.path)
                     if (status.st_dev, status.st_ino) not in met:
                         met.add((status.st_dev, status.st_ino))
@@ -140,6 +163,12 @@ def _walk(root: Path, steps: Steps, left_out: list[Path]) -> list[Path]:
                 else:
                     left_out.append(folder / entry.name)
     return found
+
+
+def _leads_back(link: str, places: Sequence[Path]) -> bool:
+    """Whether a link leads to a folder above one of these, whose other images nobody has named, or to it itself."""
+    real = os.path.realpath(link).rstrip("/")
+    return any(f"{os.path.realpath(place)}/".startswith(f"{real}/") for place in places)
 
 
 class Relabeled:
@@ -181,9 +210,10 @@ def match_classes(source: Source, classes: tuple[str, ...], where: str, notes: t
 def _refuse_unknown(names: Sequence[str], known: Sequence[str], where: str) -> None:
     if unknown := sorted(set(names) - set(known)):
         more = f" and {len(unknown) - MOST_NAMED} more" if len(unknown) > MOST_NAMED else ""
+        knows = ", ".join(known[:MOST_NAMED]) + (", …" if len(known) > MOST_NAMED else "")
         raise LockstepError(
             f"The network knows no class of the name {', '.join(unknown[:MOST_NAMED])}{more} ({len(unknown)} of "
-            f"{len(names)} in {where}); rename or remove them there."
+            f"{len(names)} in {where}), only {knows}; rename or remove them there."
         )
 
 

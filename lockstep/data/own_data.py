@@ -122,8 +122,8 @@ def _read_bytes(data: Any, name: str) -> bytes:
         data.convert("RGB").save(written, "PNG", compress_level=1)
         return written.getvalue()
     raise LockstepError(
-        f"{_open(name)} comes as {type(data).__name__}, and must come as bytes: those of a JPEG or PNG file, not "
-        "decoded."
+        f"{_open(name)} comes as {type(data).__name__}, and must come as the bytes of a JPEG or PNG file, or as a PIL "
+        "image: leave out ToTensor and what else changes it, as Lockstep does that."
     )
 
 

@@ -178,7 +178,8 @@ def describe_skipped(root: Path, index: Index) -> tuple[str, ...]:
     if not index.skipped:
         return ()
     named = ", ".join(index.skipped[:NAMED]) + (", …" if len(index.skipped) > NAMED else "")
-    return (f"{len(index.skipped):,} samples of {root} cannot be used, and are left out of its index: {named}.",)
+    samples, are = ("sample", "is") if len(index.skipped) == 1 else ("samples", "are")
+    return (f"{len(index.skipped):,} {samples} of {root} cannot be used, and {are} left out of its index: {named}.",)
 
 
 def has_checksums(index: Index) -> bool:

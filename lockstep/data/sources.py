@@ -241,9 +241,10 @@ class Walk:
             )
         if self.loops:
             names = ", ".join(sorted(self.loops)[:NAMED]) + (", …" if len(self.loops) > NAMED else "")
-            said.append(
-                f"{len(self.loops)} links in {self.root} lead back to a folder above and are not followed: {names}."
-            )
+            links, are = ("link", "leads back to a folder above and is")
+            if len(self.loops) > 1:
+                links, are = ("links", "lead back to a folder above and are")
+            said.append(f"{len(self.loops)} {links} in {self.root} {are} not followed: {names}.")
         return tuple(said)
 
 

@@ -69,7 +69,7 @@ def split_files(root: Path, files: list[Path], val_share: float) -> tuple[list[P
         train, ignored = (train or by_split[""]), (val if train or not by_split[""] else [])
         val = []
         if ignored:
-            more = f" and {len(ignored) - 1} others are" if len(ignored) > 1 else " is"
+            more = f" and {len(ignored) - 1} other{'s' if len(ignored) > 2 else ''} are" if len(ignored) > 1 else " is"
             notes.append(f"data.val_share = {val_share:g} splits the training files; {ignored[0].name}{more} not used.")
     elif val and not by_split["val"]:
         notes.append(

@@ -90,7 +90,7 @@ def refuse_compressed(root: Path, limit_s: float = READ_TIMEOUT_S) -> None:
     """Raise where there are tar files that nobody can read at any place."""
     for suffix in COMPRESSED:
         if found := look(partial(find_large, root, suffix), limit_s):
-            more = f" and {len(found) - 1} others are" if len(found) > 1 else " is"
+            more = f" and {len(found) - 1} other{'s' if len(found) > 2 else ''} are" if len(found) > 1 else " is"
             raise LockstepError(
                 f"{found[0]}{more} compressed, and cannot be read at any place; unpack to plain .tar files."
             )
@@ -321,24 +321,31 @@ def _take(job: TarJob, file: BinaryIO, key: str, members: dict[str, tarfile.TarI
 
 
 def _read_label(file: BinaryIO, members: dict[str, tarfile.TarInfo], class_names: dict[str, str]) -> str:
-    """A sample's label as text, from its .cls or else its .json; nothing where it has none."""
-    for kind in ("cls", "json"):
-        member = members.get(kind)
-        if member is None or member.size > MAX_LABEL_BYTES:
-            continue
-        file.seek(member.offset_data)
-        data = file.read(member.size)
-        try:
-            text = data.decode().strip()
-            if kind == "cls":
-                return text[:MAX_NAME]
-            table = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        label = next((table[key] for key in LABEL_KEYS if key in table), None) if isinstance(table, dict) else None
-        if isinstance(label, int | str) and not isinstance(label, bool) and len(str(label)) <= MAX_NAME:
-            name = next((table[key] for key in NAME_KEYS if key in table), None)
-            if isinstance(name, str) and name:
-                class_names[str(label)] = name[:MAX_NAME]
-            return str(label)
-    return ""
+    """A sample's label as text, from its .cls or else its .json, which may name the class of a number in either."""
+    label = _read_text(file, members.get("cls"))[:MAX_NAME]
+    if label and not label.isdigit():
+        return label
+    try:
+        table = json.loads(_read_text(file, members.get("json")))
+    except (ValueError, RecursionError):
+        return label
+    if not isinstance(table, dict):
+        return label
+    said = next((table[key] for key in LABEL_KEYS if key in table), None)
+    if not label and isinstance(said, int | str) and not isinstance(said, bool) and len(str(said)) <= MAX_NAME:
+        label = str(said)
+    name = next((table[key] for key in NAME_KEYS if key in table), None)
+    if label and isinstance(name, str) and name:
+        class_names[label] = name[:MAX_NAME]
+    return label
+
+
+def _read_text(file: BinaryIO, member: tarfile.TarInfo | None) -> str:
+    """A small member's text; nothing where there is none."""
+    if member is None or member.size > MAX_LABEL_BYTES:
+        return ""
+    file.seek(member.offset_data)
+    try:
+        return file.read(member.size).decode().strip()
+    except ValueError:
+        return ""

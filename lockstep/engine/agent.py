@@ -7,7 +7,6 @@ ranks that a template forks (`template.py`) in places that may fail (`places.py`
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from lockstep.engine.places import Places
+from lockstep.processes import say_last
 
 STOP_S = 300  # an interrupted rank finishes its step and writes a checkpoint first
 LAST_WORDS_S = 30.0  # for ranks that are left when another is lost, to say who it was
@@ -107,7 +107,8 @@ class Agent(SimpleElasticAgent):
             less = f"the run goes on without its place, on {count} rank{'' if count == 1 else 's'}"
             who = less if is_left_out else "all ranks start again"
             left = f"{self._remaining_restarts} more restart{'' if self._remaining_restarts == 1 else 's'} allowed"
-            print(f"lockstep: Rank {rank} {how}; {who} ({left}).", file=sys.stderr, flush=True)
+            # Not by print: a terminal that is closed or not read must not keep ranks from starting again.
+            say_last(f"lockstep: Rank {rank} {how}; {who} ({left}).")
         else:
             self._places.restore()
         worker_group.spec.local_world_size = self._places.num_ranks

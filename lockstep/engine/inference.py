@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.world import World, count_cores
 from lockstep.config import RunConfig
-from lockstep.data.given import GivenImage, GivenImages, list_given
+from lockstep.data.given import GivenImage, GivenImages, list_given, open_folders
 from lockstep.engine.brought import NOTHING, Brought
 from lockstep.engine.build import HALF, build_eval_pipeline, build_layout, build_network, set_number_formats
 from lockstep.engine.checkpoint import (
@@ -61,6 +61,11 @@ class TrainedNetwork:
     device: torch.device
     is_average: bool = False  # whether its weights are the average of the run's
     brought: Brought = field(default=NOTHING, repr=False)  # what the program gave, to load it once more
+
+    def __repr__(self) -> str:
+        average = ", averaged weights" if self.is_average else ""
+        what = f"{self.config.model.name}, step {self.step:,}{average}, {len(self.classes):,} classes, on {self.device}"
+        return f"TrainedNetwork({str(self.run)!r}, {what})"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,6 +164,8 @@ def find_run(path: Path) -> tuple[Path, Path | None]:
                 "the whole run."
             )
         return path.parents[1], path
+    if not os.path.lexists(path):
+        raise LockstepError(f"{path} does not exist; name a run's folder, such as runs/quickstart-….")
     raise LockstepError(f"{path} is not a run's folder: it holds no config.toml; name one such as runs/quickstart-….")
 
 
@@ -258,11 +265,11 @@ def predict(
     top: int = 5,
     progress: Progress | None = None,
 ) -> list[Prediction]:
-    """The `top` classes of each image, in the order given: files, encoded images in memory, PIL's; one alone will do.
+    """The `top` classes of each image, in the order given: files, folders, encoded images, PIL's; one alone will do.
 
     An image that cannot be read has no guesses and says why. `progress` hears (done, total).
     """
-    given = list_given(images)
+    given = open_folders(list_given(images))
     if not given:
         return []
     source = GivenImages(given)

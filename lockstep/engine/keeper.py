@@ -1,5 +1,6 @@
 """What of a run lasts: checkpoints on disk, snapshots in memory, the one it goes on from (step 10 on the walk)."""
 
+import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -9,11 +10,13 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine.build import Parts, Sources
 from lockstep.engine.checkpoint import list_checkpoints
+from lockstep.engine.identity import share_identity
 from lockstep.engine.resume import TakenUp, take_up
 from lockstep.engine.snapshot import Snapshots
 from lockstep.engine.state import State, save_state
 from lockstep.errors import SharedError
 from lockstep.events import CheckpointSaved, Event, Notice
+from lockstep.restarts import can_restart
 
 
 class Keeper:
@@ -28,8 +31,11 @@ class Keeper:
         parts: Parts,
         emit: Callable[[Event], None],
         warn: Callable[[str], None],
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`emit` is for what rank 0 has to say, `warn` for any rank."""
+        """`emit` is for what rank 0 has to say, `warn` for any rank; `is_ours` is whether its folder is in place."""
+        self._folder = folder
+        self._is_ours = is_ours
         self._disk = folder / "checkpoints"
         self._keep = config.train.keep_checkpoints
         self._counts = {
@@ -42,9 +48,14 @@ class Keeper:
         self._parts = parts
         self._emit = emit
         self._warn = warn
-        self._snapshots = Snapshots(folder, world, config.train.snapshot_share)
+        run = share_identity(folder, world, self._warn_of_identity)
+        self._snapshots = Snapshots(folder, run, world, config.train.snapshot_share)
         self._unsaved = ""  # why the last checkpoint could not be written
         self._is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
+
+    def _warn_of_identity(self, failure: str) -> None:
+        if can_restart(os.environ):  # else nobody needs it
+            self._warn(f"{failure}; ranks that start again go on from the last checkpoint on disk.")
 
     @cached_property
     def _order(self) -> Mapping[str, Any]:
@@ -68,6 +79,12 @@ class Keeper:
 
     def save(self, state: State) -> None:
         """Write a checkpoint; a disk that cannot take it costs the checkpoint, not the run."""
+        if self._world.broadcast_value(self._world.is_first and not self._is_ours()):
+            # Else it would be written into a new folder, which nobody could go on from.
+            raise SharedError(
+                f"The run's folder {self._folder} was moved or deleted while the run went on, so step {state.step} was "
+                "not saved; put it back, and go on from its last checkpoint with --resume."
+            )
         try:
             saved = save_state(
                 self._disk,

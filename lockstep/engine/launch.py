@@ -27,7 +27,7 @@ from lockstep.engine.places import Places
 from lockstep.engine.rendezvous import LoopbackRendezvous
 from lockstep.engine.template import Template
 from lockstep.errors import LockstepError
-from lockstep.processes import LAUNCHER
+from lockstep.processes import LAUNCHER, answer_signals
 from lockstep.restarts import OUTCOME, read_outcome
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -153,9 +153,5 @@ def _raise_signals() -> Iterator[None]:
             has_come = True
             raise SignalException(f"signal {number}", sigval=signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in PASSED_ON}
-    try:
+    with answer_signals(PASSED_ON, note):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

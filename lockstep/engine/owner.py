@@ -11,6 +11,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.comm.world import World
@@ -21,8 +22,23 @@ from lockstep.files import clear_leftovers
 LOCK_FILE = ".lock"
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a folder: rank 0 by an open file, the others by its word."""
+
+    folder: Path
+    file: int
+
+    def is_in_place(self) -> bool:
+        """Whether the folder of this name is still the one that is held; a file system that fails does not say no."""
+        try:
+            return self.file < 0 or _is_at(self.file, self.folder / LOCK_FILE)
+        except OSError:
+            return True
+
+
 @contextmanager
-def own_folder(folder: Path, world: World) -> Iterator[None]:
+def own_folder(folder: Path, world: World) -> Iterator[Owner]:
     """While inside, the folder is this run's alone; every rank hears when it is another's."""
     file, failure = -1, ""
     made: list[Path] = []
@@ -34,11 +50,12 @@ def own_folder(folder: Path, world: World) -> Iterator[None]:
             clear_leftovers(folder / "checkpoints")
         except LockstepError as error:
             failure = str(error)
+            _take_back([path for path in made if path.name != LOCK_FILE])  # the lock may be another's
     try:
         failure = world.broadcast_value(failure)
         if failure:
             raise SharedError(failure)
-        yield
+        yield Owner(folder, file)
     finally:
         if file >= 0:
             if not is_begun(folder):
@@ -55,7 +72,7 @@ def _take_back(made: list[Path]) -> None:
 
 def check_unowned(folder: Path) -> None:
     """Refuse a folder that another run holds, before any rank starts."""
-    if (folder / LOCK_FILE).exists():
+    if os.path.exists(folder / LOCK_FILE):
         os.close(lock_folder(folder))
 
 
@@ -66,8 +83,9 @@ def lock_folder(folder: Path) -> int:
         if _is_at(file, folder / LOCK_FILE):
             break
         os.close(file)  # of a start that was refused, and took it back meanwhile
-    os.truncate(file, 0)
-    os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    with suppress(OSError):  # for whoever finds it locked; a full disk has its sentence where a run needs the room
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return file
 
 
@@ -75,7 +93,7 @@ def _is_at(file: int, path: Path) -> bool:
     """Whether an open file is still the one that has this name."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

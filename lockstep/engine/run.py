@@ -1,12 +1,11 @@
 """One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
 
-import contextlib
 import hashlib
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,15 +17,17 @@ from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
 from lockstep.config import RunConfig, to_toml
-from lockstep.data.sources import check_root, hash_labels
+from lockstep.data.sources import IMAGE_SUFFIXES, check_root, hash_labels
 from lockstep.engine.account import Startup
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
 from lockstep.engine.build import Progress, Sources, open_sources
+from lockstep.engine.identity import forget_identity
 from lockstep.engine.listener import Heard, OnEvent
 from lockstep.engine.number_format import settle_format
 from lockstep.engine.owner import own_folder
 from lockstep.engine.reuse import Kept
 from lockstep.engine.scanned import share_scanned
+from lockstep.engine.snapshot import has_begun_here
 from lockstep.engine.start_weights import load_start
 from lockstep.engine.starting import (
     has_finished,
@@ -40,15 +41,18 @@ from lockstep.engine.starting import (
 from lockstep.engine.trainer import Status, StopRequest, Trainer
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import Notice, Sink
-from lockstep.files import write_whole
-from lockstep.processes import end_on_second
+from lockstep.files import read_small, write_whole
+from lockstep.processes import answer_signals, end_on_second, note_stop, say_last
 from lockstep.recipes.read import load_recipe
-from lockstep.restarts import leave_outcome
+from lockstep.restarts import count_restarts, leave_outcome
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
 Outcome = Status | Literal["stopped"]  # by the program that listens
+# In a run's folder; `lost+found` is in any that is a file system of its own.
+OWN_FOLDERS = ("checkpoints", "export", "tensorboard", "wandb", "mlruns", "profile", "lost+found")
+DATA_SUFFIXES = (*IMAGE_SUFFIXES, ".tar", ".parquet")
 LOST_CONTACT = ("onnection", "imed out", "NCCL", "gloo")  # in the messages of Gloo, NCCL and the store
 
 
@@ -87,7 +91,9 @@ def run_rank(
         check_alike(config, world)
         # A node that has joined a run that goes on does not know of it; one rank that does is enough.
         resume = bool(world.maximum(torch.tensor([int(resume)])).item())
-        held.enter_context(own_folder(folder, world))
+        owner = held.enter_context(own_folder(folder, world))
+        if not resume:
+            refuse_lost(folder, world)
         config, said = settle_format(config, world)
         if world.is_first and not resume:
             prepare_folder(folder)
@@ -99,24 +105,26 @@ def run_rank(
         notes = [] if resume else load_start(config.model.weights, parts, world, len(sources.train.classes))
         notes += [note for note in (said, size_said) if note and world.is_first]
         startup.mark("network")
-        if world.is_first and not resume:
-            write_config(folder, config)
+        if not resume:
+            leave_config(folder, config, world, is_known=False)
         sink = open_sink(world, folder)
         if on_event and world.is_first:
             sink = Heard(sink, on_event, stop.ask)
         try:
             explain = partial(explain_failures, world)
-            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept, startup)
+            is_ours = owner.is_in_place
+            trainer = Trainer(config, name, world, sources, parts, folder, sink, stop, explain, kept, startup, is_ours)
             if resume:
                 is_finished = bool(world.broadcast_value(world.is_first and has_finished(folder)))
                 if not trainer.resume(is_finished, may_be_finished):
                     if may_be_finished:
                         sink.emit(Notice(level="info", text=phrase_finished(folder)))
                     return "finished"
-                if world.is_first:  # not before: overrides that do not fit must leave the run resumable
-                    if changes := describe_changes(folder, config):
-                        sink.emit(Notice(level="info", text=changes))
-                    write_config(folder, config)
+                # Not before: overrides that do not fit must leave the run resumable.
+                if world.is_first and (changes := describe_changes(folder, config)):
+                    sink.emit(Notice(level="info", text=changes))
+                if failure := leave_config(folder, config, world, is_known=True):
+                    sink.emit(Notice(level="warning", text=failure))
                 startup.mark("checkpoint")
             return name_end(trainer.run(notes), stop, world)
         finally:
@@ -164,6 +172,22 @@ def prepare_folder(folder: Path) -> None:
             if is_begun(folder)
             else phrase_unconfigured(folder)
         )
+    if foreign := find_foreign(folder):
+        raise LockstepError(f"{folder} holds no run but other things, such as {foreign}; choose another --out.")
+
+
+def find_foreign(folder: Path) -> str:
+    """Something in a folder that neither a run leaves there nor whoever starts one, such as its log; else empty."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.name not in OWN_FOLDERS if entry.is_dir() else entry.name.lower().endswith(DATA_SUFFIXES):
+                    return entry.name
+    except OSError:  # it is not there yet, or cannot be read: said by whoever writes there
+        return ""
+    return ""
 
 
 def describe_changes(folder: Path, config: RunConfig) -> str:
@@ -176,15 +200,58 @@ def describe_changes(folder: Path, config: RunConfig) -> str:
     return f"Going on with other settings: {'; '.join(changes)}." if changes else ""
 
 
+def refuse_lost(folder: Path, world: World) -> None:
+    """See that ranks that were started again do not begin anew what had begun; every rank must call it."""
+    has_begun = world.local_rank == 0 and has_begun_here(folder)
+    if world.maximum(torch.tensor([int(has_begun)])).item():
+        raise SharedError(
+            f"The run's folder {folder} was moved or deleted while the run went on, so its ranks did not begin it "
+            "anew; put the folder back, and go on with --resume."
+        )
+
+
+def leave_config(folder: Path, config: RunConfig, world: World, *, is_known: bool) -> str:
+    """Write the configuration, on every rank; a failure that costs a run nothing is returned, on rank 0.
+
+    One whose folder `is_known` to hold it, and whose ranks were started again, was told of its settings before.
+    """
+    failure, is_harmless = "", False
+    if world.is_first:
+        try:
+            if not is_known:
+                forget_identity(folder)
+            write_config(folder, config)
+        except LockstepError as error:
+            failure, is_harmless = str(error), is_known and count_restarts(os.environ) > 0
+    told, is_harmless = world.broadcast_value([failure, is_harmless])
+    if told and not is_harmless:
+        raise SharedError(told)  # a disk that is full is full when ranks are started again
+    return failure
+
+
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Leave the resolved configuration in the run's folder."""
+    """Leave the resolved configuration in the run's folder; what is there already is not written again."""
+    file, text = folder / "config.toml", to_toml(config)
+    if has_text(file, text):
+        with suppress(OSError):
+            os.utime(file)  # its age is when the run was last gone on with
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.toml", to_toml(config))
+        write_whole(file, text)
     except OSError as error:
         raise LockstepError(
             f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."
         ) from error
+
+
+def has_text(file: Path, text: str) -> bool:
+    """Whether a file holds this and nothing else."""
+    data = text.encode(errors="backslashreplace")  # as `write_whole` has it
+    try:
+        return read_small(file, len(data)) == data
+    except OSError:
+        return False
 
 
 def share_sources(config: RunConfig, world: World, progress: Progress | None, brought: Brought = NOTHING) -> Sources:
@@ -240,18 +307,15 @@ def watch_signals(*, is_guest: bool = False) -> Iterator[StopRequest]:
         if is_guest and request.signal == number == signal.SIGINT:
             signal.default_int_handler(number, frame)
         request.signal = number
+        note_stop(number)
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
-    try:
+    with answer_signals(STOP_SIGNALS, note):
         if is_guest:
             yield request
             return
         # Whoever asks twice does not want the rank started again.
         with end_on_second((signal.SIGINT, signal.SIGTERM), partial(leave_outcome, environment=os.environ)):
             yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
@@ -309,9 +373,7 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
 
 def end_rank(rank: int, lost: Lost | None) -> None:
     """Say who is lost and end this process at once: its main thread may never come back from the device."""
-    # Not by print: a main thread that is stuck may hold the stream.
-    with contextlib.suppress(OSError):
-        os.write(2, f"lockstep: {phrase_loss(rank, lost)}\n".encode())
+    say_last(f"lockstep: {phrase_loss(rank, lost)}")
     os._exit(1)
 
 

@@ -5,6 +5,7 @@ directory, and the name of its recipe is in the first record of its log.
 """
 
 import contextlib
+import errno
 import json
 import os
 import shlex
@@ -47,10 +48,12 @@ class Start:
 
 def plan_start(target: str, settings: list[str], out: Path | None, resume: Resume) -> Start:
     """The run to start, or to go on with: on a resume with the configuration it was started with, and `settings`."""
+    if out is not None:
+        check_name(out)
     if resume == "auto":
         return _start_or_go_on(target, settings, out)
     if resume == "yes":
-        return go_on(out or (Path(target) if Path(target).is_dir() else find_last_run(target)), settings)
+        return go_on(out or (Path(target) if os.path.isdir(target) else find_last_run(target)), settings)
     if out is None:
         if not is_packaged(target) and is_begun(Path(target)):
             raise LockstepError(
@@ -148,7 +151,18 @@ def settle_like(asked: RunConfig, known: RunConfig) -> RunConfig:
 
 def is_begun(folder: Path) -> bool:
     """Whether a run has left its configuration in a folder."""
-    return (folder / "config.toml").is_file()
+    return os.path.isfile(folder / "config.toml")  # of a name that no folder can have it says no, where pathlib raises
+
+
+def check_name(folder: Path) -> None:
+    """Refuse a name that no folder can have."""
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise LockstepError(
+                f"--out is too long for a folder's name ({len(os.fsencode(folder)):,} bytes); choose a shorter one."
+            ) from None
 
 
 def has_log(folder: Path) -> bool:

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from lockstep import kernels
 from lockstep.kernels import has_triton
-from lockstep.processes import follow_parent, name_process
+from lockstep.processes import follow_parent, is_spared, name_process
 
 NAME = "lockstep-ready"
 PR_SET_CHILD_SUBREAPER = 36
@@ -93,7 +93,7 @@ class Template:
                     return process
         self.close()  # so that it does not answer later, with a second such rank
         # Not by `subprocess`, which would wait for its children itself.
-        return os.posix_spawn(sys.executable, [sys.executable, "-m", "lockstep", *arguments], dict(environment))
+        return os.posix_spawn(sys.executable, [sys.executable, "-P", "-m", "lockstep", *arguments], dict(environment))
 
     def close(self) -> None:
         """Let the template end; ranks go on."""
@@ -191,6 +191,8 @@ def _become_rank(parent: int, main: Main, arguments: list[str], environment: dic
     os.environ.clear()
     os.environ.update(environment)
     for number in SIGNALS:
+        if is_spared(number):  # by `nohup`, for the whole command
+            continue
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     status = 1
     try:

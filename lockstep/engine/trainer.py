@@ -55,6 +55,7 @@ from lockstep.optim.doctor import Diagnosis, Doctor
 from lockstep.plan.folder import write_plan
 from lockstep.plan.profile import InputRate
 from lockstep.restarts import count_restarts
+from lockstep.terminal import say
 
 Status = Literal["finished", "interrupted"]
 # Steps longer than this may be given up between two passes when the run is asked to stop.
@@ -93,6 +94,7 @@ class Trainer:
         explain: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
         kept: Kept | None = None,
         startup: Startup | None = None,
+        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         self.config = config
         self.name = name
@@ -117,16 +119,15 @@ class Trainer:
         self.instruments: Instruments  # likewise
         self.anchors: Anchors | None = None  # of rules that have them
         self.input = InputReport(world, sink)
-        self.keeper = Keeper(config, folder, world, sources, parts, self._emit, self._warn)
+        self.keeper = Keeper(config, folder, world, sources, parts, self._emit, self._warn, is_ours)
 
     def run(self, notes: Sequence[str] = ()) -> Status:
         """Train to the end or until asked to stop; either way the last step taken is on disk. Notes are said first."""
-        start = time.time()
+        start = time.monotonic()  # a clock may be set
         self.keeper.begin(self.state.step)
+        now, step = time.time(), self.state.step
         self._emit(
-            describe_start(
-                self.config, self.folder.name, self.name, self.world, self.sources, self.parts, self.state.step, start
-            )
+            describe_start(self.config, self.folder.name, self.name, self.world, self.sources, self.parts, step, now)
         )
         for note in notes:
             self._inform(note)
@@ -164,7 +165,7 @@ class Trainer:
             build_eval_pipeline(self.config, self.world, self.sources.val, self.kept.shelf) as self.evaluation,
         ):
             self.startup.mark("input")
-            self.account.note_startup(time.time() - start)
+            self.account.note_startup(time.monotonic() - start)
             forget_peak(self.world.device)
             if self.is_unevaluated:
                 self._evaluate()
@@ -207,7 +208,7 @@ class Trainer:
         """Say it on any rank; the display belongs to rank 0."""
         self._emit(Notice(level="warning", text=text, rank=self.world.rank))
         if not self.world.is_first:
-            print(f"lockstep: rank {self.world.rank}: {text}", file=sys.stderr)
+            say(f"lockstep: rank {self.world.rank}: {text}", sys.stderr)
 
     def _inform(self, text: str) -> None:
         self._emit(Notice(level="info", text=text))
@@ -442,7 +443,7 @@ class Trainer:
                 status=status,
                 step=self.state.step,
                 epoch=self._epoch,
-                wall_s=time.time() - start,
+                wall_s=time.monotonic() - start,
                 world_size=self.world.size,
                 reason=reason,
                 straggler=straggler,

@@ -5,6 +5,7 @@ source, every array must be finite and of the shape that the network has, but fo
 classes it stays as it was drawn.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ TORCH_FILES = (".pth", ".pt", ".bin")
 WRAPPERS = ("state_dict", "model", "module")  # under which others keep a network among other things
 PREFIXES = ("module.", "_orig_mod.")  # of what DistributedDataParallel and torch.compile have wrapped
 NOT_NEEDED = "num_batches_tracked"  # which older files lack, and nothing is computed from
+FORBIDDEN = re.compile(r"(?i)unsupported (?:global|class)[: ]+(?:global )?([\w.]+)")  # in what torch.load says
 MOST_NAMED = 3
 LONGEST = 100
 
@@ -59,9 +61,14 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         found: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickles and archives that are broken, or hold more than tensors
+        if forbidden := FORBIDDEN.search(str(error)):
+            raise LockstepError(
+                f"The weights {path} hold a whole pickled module, or another object ({forbidden[1][:LONGEST]}), which "
+                "is not unpickled; save model.state_dict()."
+            ) from error
         raise LockstepError(
-            f"The weights {path} are damaged or hold more than tensors ({phrase_error(error)}), which is not "
-            "unpickled; save the network's state_dict, best as .safetensors."
+            f"The weights {path} are damaged or no weights file (neither safetensors nor a state_dict); get the file "
+            "anew, or save model.state_dict()."
         ) from error
     for wrapper in WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):

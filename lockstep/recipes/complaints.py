@@ -10,7 +10,7 @@ from lockstep.config import KEYS, SECTIONS, ImageSize, RunConfig, Section
 from lockstep.recipe_values import LONGEST_SHOWN, show
 
 QUOTE = '"'
-MOST_CARRIED = 1e9
+MOST_RANKS = 1 << 20
 # How each kind of pydantic error completes "KEY = VALUE must be …".
 RULES = {
     "float_type": "a number, such as {example}",
@@ -106,16 +106,26 @@ ELSEWHERE = {
     if ours.startswith(("--", "model.settings.")) or ours.partition(" ")[0] in KEYS
     for name in names
 }
-# Of these the value given under another name is the value here; a batch of one device is not the global one.
-CARRIED = {
-    "train.duration", "train.global_batch", "train.accumulate", "train.seed", "optim.lr", "optim.weight_decay",
-    "optim.warmup", "model.settings.drop_path_rate",
-}  # fmt: skip
+# A batch of one device is not the global one.
 OF_A_RANK = ("per_device_train_batch_size",)
+NEAREST = {"adam": "adamw", "nadam": "adamw", "radam": "adamw", "momentum": "sgd"}  # what a rule elsewhere is here
 # What nobody has to say here.
-FOLLOWS = dict.fromkeys(
-    ("num_classes", "n_classes", "nb_classes", "nclasses", "num_labels"), "the number of classes follows from the data"
+FOLLOWS = (
+    dict.fromkeys(
+        ("num_classes", "n_classes", "nb_classes", "nclasses", "num_labels"),
+        "the number of classes follows from the data",
+    )
+    | dict.fromkeys(
+        ("device", "cuda", "use_cuda", "gpu", "accelerator"),
+        "GPUs are taken by themselves where there are some, and --ranks says how many",
+    )
+    | dict.fromkeys(
+        ("recipe", "extends", "base", "inherit", "defaults", "_base_"),
+        "a recipe holds all of its settings: lockstep recipes copy NAME FILE makes one of NAME to change",
+    )
 )
+# The key of a table that is meant where a text is given for the whole table.
+MEANT = {"data": "data.path", "model": "model.name", "optim": "optim.name", "precision": "precision.compute"}
 
 
 def _simplify(name: str) -> str:
@@ -126,32 +136,80 @@ def _simplify(name: str) -> str:
 def find_elsewhere(name: str, value: object = None) -> str:
     """What a name from another trainer is here, as a recipe writes it; empty for one that nobody uses.
 
-    With the value that was given, where that is plainly the value here too, and with an example of one elsewhere.
+    With the value that was given, where the key takes it, and with an example of one elsewhere.
     """
     name = _simplify(name)
     ours = ELSEWHERE.get(name, "")
+    return ours if name in OF_A_RANK or value is None else _carry(ours, value)
+
+
+def _carry(ours: str, value: object) -> str:
+    """A setting or an option, with this value in the place of its example if it takes that."""
+    if ours == "--ranks 4" and isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST_RANKS:
+        return f"--ranks {value}"
+    if ours == "--out RUN" and isinstance(value, str) and _is_short(value):
+        return f"--out {shlex.quote(value)}"
     key, _, example = ours.partition(" = ")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST_CARRIED
-    if not is_number or key not in CARRIED or name in OF_A_RANK:
+    if not example or isinstance(value, dict):
         return ours
-    if isinstance(value, float) and "." not in example:  # where a whole number is wanted
-        return ours
-    unit = example.strip(QUOTE).lstrip("0123456789") if example.startswith(QUOTE) else ""
-    return f"{key} = {QUOTE}{value}{unit}{QUOTE}" if unit else f"{key} = {value}"
+    if key.startswith("model.settings."):
+        return f"{key} = {show(value)}" if isinstance(value, int | float) and not isinstance(value, bool) else ours
+    table, _, name = key.partition(".")
+    default = SECTIONS[table].model_fields[name].default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, bool) and is_number and value in (0, 1):
+        value = bool(value)
+    elif (
+        is_number and example.startswith(QUOTE) and (unit := example.strip(QUOTE).lstrip("0123456789")) in ("ep", "st")
+    ):
+        value = f"{value}{unit}"
+    elif key == "optim.name" and isinstance(value, str):
+        value = NEAREST.get(value.lower(), value.lower())
+    return f"{key} = {show(value)}" if _takes(table, name, value) else ours
 
 
-def describe_option(option: str) -> str:
+def _is_short(text: str) -> bool:
+    return 0 < len(text) < LONGEST_SHOWN and text.isprintable()
+
+
+def _takes(table: str, name: str, value: object) -> bool:
+    """Whether a key takes a value, by itself."""
+    if isinstance(value, str) and not _is_short(value):
+        return False
+    if name == "weights" and not (isinstance(value, str) and any(mark in value for mark in "/.:")):
+        return False  # a word such as "imagenet", which is weights elsewhere and no file here
+    try:
+        SECTIONS[table].model_validate({name: value})
+    except ValidationError as invalid:
+        return not any(error["loc"][:1] == (name,) for error in invalid.errors())
+    except RecursionError:
+        return False
+    return True
+
+
+def describe_option(option: str, value: object = None) -> str:
     """The sentence on an option of another trainer, or a setting given as an option; empty for any other."""
     name = option.strip("-").replace("-", "_").lower()
     if name in FOLLOWS:
         return f"There is no option {option}; {FOLLOWS[name]}."
-    ours = find_elsewhere(name)
+    ours = find_elsewhere(name, value)
     if not ours:
-        known = [key for key in KEYS if name in (key, key.rpartition(".")[2])]
-        ours = f"{known[0]} = {_example(known[0].split('.'))}" if len(known) == 1 else ""
+        known = [key for key in KEYS if name in (key, key.rpartition(".")[2]) and "." in key]
+        example = f"{known[0]} = {_example(known[0].split('.'))}" if len(known) == 1 else ""
+        ours = example if value is None or not example else _carry(example, value)
     if not ours:
         return ""
     return f"There is no option {option}; here it is {_write_override(ours)}."
+
+
+def describe_no_table(section: str, value: object, *, is_override: bool = False) -> str:
+    """The opening of a sentence on a table that is given as one value, with the key that is meant; else empty."""
+    key = MEANT.get(section, "")
+    if not key or not isinstance(value, str) or not _takes(section, key.rpartition(".")[2], value):
+        return ""
+    ours = f"{key} = {show(value)}"
+    source = "" if is_override or key != "data.path" else ' with data.source = "folder"'
+    return f"{section} is a table of keys; here it is {_write_override(ours) if is_override else ours}{source}"
 
 
 def _write_override(ours: str) -> str:
@@ -159,7 +217,8 @@ def _write_override(ours: str) -> str:
     key, _, value = ours.partition(" = ")
     # A text needs no quotes there, and what else a shell would take apart gets some.
     given = shlex.quote(f"{key}={value.removeprefix(QUOTE).removesuffix(QUOTE)}")
-    return f"--set {given}" if value else ours
+    source = "--set data.source=folder " if key == "data.path" else ""  # without which no recipe takes a path
+    return f"{source}--set {given}" if value else ours
 
 
 def describe_invalid(invalid: ValidationError, where: str) -> str:
@@ -202,6 +261,8 @@ def _problem(error: ErrorDetails) -> str:
     key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     if kind == "extra_forbidden":
         return describe_unknown(key, error["input"], is_table=isinstance(error["input"], dict))
+    if kind == "model_type" and (meant := describe_no_table(key, error["input"])):
+        return meant
     example = _example(names)
     if kind == "missing":
         return f"{key} is missing; give a value such as {example}"

@@ -2,6 +2,8 @@
 
 import difflib
 import json
+import os
+import shlex
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
@@ -15,10 +17,17 @@ from lockstep.errors import LockstepError
 from lockstep.files import read_small
 from lockstep.named import describe
 from lockstep.recipe_values import LONGEST_SHOWN
-from lockstep.recipes.complaints import describe_invalid, describe_unknown
+from lockstep.recipes.complaints import describe_invalid, describe_no_table, describe_unknown
 
 MAX_BYTES = 1 << 20  # of a recipe; what is larger is none
+WEIGHTS = (".pth", ".pt", ".safetensors", ".ckpt", ".onnx")
+DATA, SPLITS = (".jpg", ".jpeg", ".png", ".tar", ".parquet"), ("train", "val", "validation", "test")
 SETTINGS = "model.settings"  # the one key that holds a table
+# How large a learning rate is with each update rule; what serves with one may be a thousand times too much for another.
+AS_SGD, AS_ADAM = "0.1 at a batch of 256", "0.001"
+USUAL_RATES = {
+    "sgd": AS_SGD, "svrg": AS_SGD, "halp": AS_SGD, "lars": "1 to 10", "adamw": AS_ADAM, "lamb": AS_ADAM, "muon": "0.02",
+}  # fmt: skip
 
 
 class RecipeInfo(NamedTuple):
@@ -64,12 +73,14 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Iterable[str]) -> dict[st
         if not equals:
             key = key[:LONGEST_SHOWN]
             raise LockstepError(f"--set {key} has no value; write --set {key}=VALUE.")
-        value = _toml_value(text)
+        value = toml_value(text)
         table_of, _, setting = key.rpartition(".")
         if table_of == SETTINGS and setting:  # of a network that is not known here: any name may be one
             key, value = SETTINGS, {**_read_table(result), setting: value}
         if key not in (*SECTIONS, *KEYS):
             raise LockstepError(f"{describe_unknown(key, value, is_override=True)} (--set {override[:LONGEST_SHOWN]}).")
+        if key in SECTIONS and (meant := describe_no_table(key, value, is_override=True)):
+            raise LockstepError(f"{meant} (--set {override[:LONGEST_SHOWN]}).")
         section, _, name = key.rpartition(".")
         if not section:
             result[name] = value
@@ -99,6 +110,21 @@ def _drop_idle(model: type[Section], table: dict[str, Any], given: set[str]) -> 
         return f"{model.section}.{switch}" in given and table[switch] not in values
 
     return {key: value for key, value in table.items() if not is_idle(key)}
+
+
+def describe_kept_rate(name_or_path: str, overrides: Sequence[str]) -> str:
+    """A sentence where another update rule than the recipe's is to take the recipe's learning rate; else empty."""
+    if "optim.lr" in (override.partition("=")[0].strip() for override in overrides):
+        return ""
+    _, before = load_recipe(name_or_path)
+    _, now = load_recipe(name_or_path, overrides)
+    old, new, kept = before.optim.name, now.optim.name, now.optim.lr
+    if kept != before.optim.lr or USUAL_RATES[old] == USUAL_RATES[new]:
+        return ""
+    return (
+        f"optim.name = {new} keeps the recipe's optim.lr = {kept:g}, which was chosen for {old}; with {new} it is "
+        f"usually about {USUAL_RATES[new]}: set optim.lr too."
+    )
 
 
 def write_setting(key: str, value: Any) -> str:
@@ -162,7 +188,17 @@ def _find(name_or_path: str) -> tuple[str, str, str]:
     if path.is_dir():
         path = path / "config.toml"
         if not path.exists():
-            raise LockstepError(f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder.")
+            raise LockstepError(
+                f"{name_or_path} is a folder of data and no recipe; train on it with such as: lockstep train "
+                f"quickstart --set data.source=folder --set {shlex.quote(f'data.path={name_or_path}')}."
+                if _looks_like_data(Path(name_or_path))
+                else f"The folder {name_or_path} holds no config.toml; give a recipe or a run's folder."
+            )
+    if path.suffix.lower() in WEIGHTS:
+        raise LockstepError(
+            f"{name_or_path} is a file of weights and no recipe; train a recipe that starts from them with --set "
+            f"{shlex.quote(f'model.weights={name_or_path}')}."
+        )
     try:
         text = read_small(path, MAX_BYTES).decode("utf-8")
     except FileNotFoundError:
@@ -173,6 +209,17 @@ def _find(name_or_path: str) -> tuple[str, str, str]:
         raise LockstepError(f"{path} is not a text file in UTF-8; give a recipe in TOML.") from None
     name = path.absolute().parent.name if path.name == "config.toml" else path.stem
     return name, f"recipe {path}", text
+
+
+def _looks_like_data(folder: Path) -> bool:
+    """Whether a folder has what folders of images, packs and tar files have."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(
+                entry.name.lower().endswith(DATA) or (entry.name in SPLITS and entry.is_dir()) for entry in entries
+            )
+    except OSError:
+        return False
 
 
 def _no_recipe(name: str) -> str:
@@ -191,7 +238,8 @@ def _first_sentence(text: str) -> str:
     return " ".join(comment).partition(". ")[0].rstrip(".") + "."
 
 
-def _toml_value(text: str) -> Any:
+def toml_value(text: str) -> Any:
+    """A value as an override has it: TOML, and what is not TOML is a bare string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -132,7 +132,7 @@ def _derive(config: RunConfig, batch: int, samples: int | None) -> tuple[list[De
         why = f"kept; all submissions to MLPerf that were read have {family.label_smoothing:g}"
         derived.append(Derived("optim.label_smoothing", smoothing, smoothing, why))
     if there.untested and is_same:
-        steps = f"{epochs * samples / batch:,.0f}"
+        steps = f"{epochs * -(-samples // batch):,.0f}"  # the last of an epoch may be smaller
         notes.append(
             f"{there.untested[0].upper()}{there.untested[1:]}. The run would have {steps} steps, where that point had "
             f"{_last_steps(family, there):,.0f}: with fewer, expect to lose accuracy or lengthen train.duration."

@@ -6,7 +6,9 @@ Both say the same: where training stands, each evaluation, checkpoint and notice
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -40,6 +42,7 @@ from lockstep.report.phrases import (
 from lockstep.report.time_left import TimeLeft
 from lockstep.report.useful_batch import find_useful_batch
 from lockstep.report.verdict import Verdict
+from lockstep.terminal import Aside, say
 
 # Seconds between two plain lines on steps or preparation, so that a log stays readable.
 PLAIN_INTERVAL_S = 5.0
@@ -50,7 +53,11 @@ BAR_WIDTH = 30
 
 def build_display(console: Console, folder: Path, go_on: str = "") -> "Display":
     """The display that suits the output; `folder` is where the run leaves its files, `go_on` how to take it up."""
-    return (LiveDisplay if is_live(console) else PlainDisplay)(console, folder, go_on)
+    kind = LiveDisplay if is_live(console) else PlainDisplay
+    if console.is_terminal and not isinstance(console.file, Aside):
+        with suppress(OSError, ValueError):  # a notebook's or a test's, which is no file
+            console.file = cast("IO[str]", Aside(console.file, console.encoding))
+    return kind(console, folder, go_on)
 
 
 def is_live(console: Console) -> bool:
@@ -116,7 +123,9 @@ class Display:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Leave the terminal as it was found, with all that was to be said."""
+        if isinstance(self.console.file, Aside):
+            self.console.file.drain()
 
 
 class PlainDisplay(Display):
@@ -182,6 +191,7 @@ class LiveDisplay(Display):
         if self._live:
             self._live.stop()
             self._live = None
+        super().close()
 
     def _view(self) -> RenderableType:
         if not (self.start and self.step and self.time_left):
@@ -220,14 +230,10 @@ def fit(fields: list[str], width: int) -> str:
 
 
 def print_plain(console: Console, text: str) -> None:
-    """One line as it is, less what the stream cannot take; a reader that went away is no reason to stop a run."""
+    """One line as it is, less what the stream cannot take."""
     encoding = console.encoding
     line = "".join(character if character.isprintable() else " " for character in text)
-    try:
-        console.file.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        console.file.flush()
-    except BrokenPipeError:
-        pass
+    say(line.encode(encoding, "backslashreplace").decode(encoding), console.file)
 
 
 def progress(title: str, console: Console) -> Callable[[int, int], None]:
@@ -242,7 +248,9 @@ def progress(title: str, console: Console) -> Callable[[int, int], None]:
         if is_live(console):
             next_s = now + 0.1
             # Redrawn in place by a bare carriage return: nothing to put right if the work fails half-way.
-            console.print(bar_line(title, done, total), end="\n" if finished else "\r", overflow="crop", no_wrap=True)
+            end = "\n" if finished else "\r"
+            with suppress(OSError, ValueError):
+                console.print(bar_line(title, done, total), end=end, overflow="crop", no_wrap=True)
         else:
             next_s = now + PLAIN_INTERVAL_S
             print_plain(console, f"{title}: {done:,}/{total:,} ({percent(done / max(total, 1))})")

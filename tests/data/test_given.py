@@ -17,6 +17,7 @@ from lockstep.data.given import (
     list_given,
     match_classes,
     open_class_folders,
+    open_folders,
     open_object,
 )
 from lockstep.errors import LockstepError
@@ -52,6 +53,18 @@ def test_folders_are_searched_to_the_bottom_and_files_taken_as_they_are(tmp_path
     assert len(notes) == 1
     names = [str(path.relative_to(tmp_path)) for path in found]
     assert names == ["image.dat", "b/2.png", "b/a/1.JPEG", "b/way/6.jpg", "b/z.png/5.jpg"]
+
+
+def test_a_link_to_a_folder_above_adds_no_other_images(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.png", "b/2.png")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    assert find_images([tmp_path / "a"])[0] == [tmp_path / "a" / "1.png"]
+
+
+def test_a_folder_among_images_becomes_its_images(tmp_path: Path) -> None:
+    touch(tmp_path, "a/2.png", "a/1.png")
+    given: list[GivenImage] = [b"x", str(tmp_path / "a"), "nowhere.png"]
+    assert open_folders(given) == [b"x", tmp_path / "a" / "1.png", tmp_path / "a" / "2.png", "nowhere.png"]
 
 
 def test_what_is_left_out_is_counted_by_suffix(tmp_path: Path) -> None:
@@ -118,7 +131,7 @@ def test_labels_become_the_networks_own() -> None:
 def test_unknown_classes_are_named_a_few_of_them() -> None:
     source = Listed(tuple("abcdefgh"), list(range(8)))
     with pytest.raises(
-        LockstepError, match=r"no class of the name a, c, d, e, f and 2 more \(7 of 8 in here\); rename"
+        LockstepError, match=r"no class of the name a, c, d, e, f and 2 more \(7 of 8 in here\), only b, x; rename"
     ):
         match_classes(source, ("b", "x"), "here")
 

@@ -88,8 +88,11 @@ def test_a_pil_image_comes_through_without_loss() -> None:
         (3, "The training data .int. cannot be used: TypeError"),
         ({1, 2}, "cannot be indexed"),
         ([b"a"], "Sample 0 of the training data .list. is a bytes, and must be two things"),
-        ([(np.zeros((3, 3)), 0)], "comes as ndarray, and must come as bytes"),
-        ([("a.jpg", 0)], "comes as str, and must come as bytes"),
+        (
+            [(np.zeros((3, 3)), 0)],
+            "comes as ndarray, and must come as the bytes of a JPEG or PNG file, or as a PIL image: leave out ToTensor",
+        ),
+        ([("a.jpg", 0)], "comes as str, and must come as the bytes"),
         ([(b"a", "cat")], "Sample 0 .* has a str as its label"),
         ([(b"a", 1.0)], "has a float as its label"),
         ([(b"a", True)], "has a bool as its label"),

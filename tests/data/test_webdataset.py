@@ -95,6 +95,22 @@ def test_class_names_come_from_a_file_beside_the_shards(root: Path) -> None:
     assert open_root(root)[0].classes == ("ant", "bee", "cow")
 
 
+def test_class_names_come_from_a_json_beside_a_number_too(tmp_path: Path) -> None:
+    names = ("ant", "bee")
+    members = [
+        (f"{n}.{kind}", data)
+        for n, name in enumerate(names)
+        for kind, data in (
+            ("jpg", PHOTOS[n]),
+            ("cls", str(n).encode()),
+            ("json", json.dumps({"label": n, "class_name": name}).encode()),
+        )
+    ]
+    for split in ("train", "val"):
+        write_tar(tmp_path / "wds" / f"{split}.tar", members)
+    assert open_root(tmp_path / "wds")[0].classes == names
+
+
 def test_labels_may_be_words(tmp_path: Path) -> None:
     for split, words in (("train", ["cow", "ant"]), ("val", ["bee"])):
         members = [(f"{n}.{kind}", data) for n, word in enumerate(words)
@@ -178,7 +194,7 @@ def test_a_run_opens_them_and_says_what_they_are(root: Path, tmp_path: Path) -> 
 def test_a_compressed_training_split_beside_a_plain_one_is_called_that(root: Path, val_share: float) -> None:
     for path in root.glob("set-train-*.tar"):
         path.rename(path.with_suffix(".tar.gz"))
-    with pytest.raises(LockstepError, match=r"set-train-000\.tar\.gz and 1 others are compressed"):
+    with pytest.raises(LockstepError, match=r"set-train-000\.tar\.gz and 1 other are compressed"):
         open_root(root, val_share)
     for use in (index_tars, lambda root: take_inventory(root, lambda title: lambda done, total: None)):
         with pytest.raises(LockstepError, match="are compressed"):

@@ -57,6 +57,13 @@ def tiny_settings(images: Path) -> list[str]:
     ]
 
 
+def spell_small_run(run: Path, ranks: int, duration: str) -> list[str]:
+    """The arguments of a tiny run of so many ranks on generated images, in this folder."""
+    settings = [*tiny_settings(run.parent), "data.source=generated", 'data.path=""', "data.train_images=64"]
+    settings += ["data.val_images=20", f"train.duration={duration}", "optim.warmup=0st", "train.eval_every=0st"]
+    return ["train", "quickstart", f"--ranks={ranks}", f"--out={run}", *(f"--set={setting}" for setting in settings)]
+
+
 # Names that would be more than text on a page, in Markdown or in a terminal, if somebody let them.
 STRANGE = {"bar": "<b onclick=x>bar", "disc": "di|sc `# *", "ring": "rïng\x1b[2J"}
 

@@ -16,6 +16,7 @@ from lockstep.engine.rendezvous import LoopbackRendezvous
 from lockstep.events import RunEnded
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
+from tests.terminals import fill, open_terminal
 
 
 class Ranks:
@@ -74,6 +75,31 @@ def test_after_a_loss_all_start_again_and_nobody_of_before_is_left(capfd: pytest
     assert ranks.counts() == [("0", "2"), ("0", "2"), ("1", "2"), ("1", "2")]
     said = capfd.readouterr().err
     assert "Rank 1 was killed by SIGKILL; all ranks start again (1 more restart allowed)." in said
+
+
+def start_again_with_stderr(file: int) -> None:
+    """Ranks of which one is lost start again, while this is where the agent's words go."""
+    script = "case $TORCHELASTIC_RESTART_COUNT$RANK in 01) kill -KILL $$;; 0*) sleep 600;; esac"
+    before = os.dup(2)
+    try:
+        os.dup2(file, 2)
+        assert not Ranks(script, 2, restarts=1).run().is_failed()
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def test_ranks_start_again_though_nobody_is_left_to_hear_of_it() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    start_again_with_stderr(writer)
+    os.close(writer)
+
+
+def test_ranks_start_again_though_the_terminal_is_not_read() -> None:
+    with open_terminal() as (_, file):
+        fill(file)
+        start_again_with_stderr(file)
 
 
 def test_a_rank_that_takes_no_signal_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A folder has one owner, and no rank outlives its launcher: real processes."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.bench.chaos.disk import open_disk
 from lockstep.comm.world import World
 from lockstep.engine.checkpoint import MANIFEST
+from lockstep.engine.identity import read_identity
 from lockstep.engine.owner import LOCK_FILE, check_unowned, lock_folder, own_folder
+from lockstep.engine.snapshot import find_memory
 from lockstep.errors import LockstepError
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -216,3 +220,52 @@ def test_a_pipe_as_the_lock_is_a_sentence(tmp_path: Path) -> None:
     for use in (check_unowned, lock_folder):
         with pytest.raises(LockstepError, match=r"\.lock is not a plain file, so no run can hold it; remove it\.$"):
             use(tmp_path)
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_start_on_a_full_disk_is_a_sentence_and_leaves_nothing(images: Path, tmp_path: Path, is_there: bool) -> None:
+    """A folder that is there already has room for the lock's name, and for nothing in it."""
+    with open_disk(tmp_path) as disk:
+        if "full disk" in disk.left_out:
+            pytest.skip("this user may not mount such a disk")
+        folder = disk.folder / "run"
+        if is_there:
+            folder.mkdir()
+        disk.fill()
+        settings = [
+            f"--set={setting}" for setting in [*tiny_settings(images), "train.duration=2st", "optim.warmup=0st"]
+        ]
+        status, out, err = commands.run("train", "quickstart", f"--out={folder}", *settings)
+        assert (status, "Traceback" in out + err) == (1, False), err
+        (line,) = err.strip().splitlines()
+        assert "cannot be written (No space left on device)" in line
+        assert {path.name for path in disk.folder.rglob("*")} == {"filler", *(["run"] if is_there else [])}
+
+
+def test_a_disk_without_room_for_the_owners_name_gives_the_lock_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    file = lock_folder(tmp_path)
+    with pytest.raises(LockstepError, match="another process"):
+        check_unowned(tmp_path)
+    os.close(file)
+
+
+def test_a_moved_folder_ends_its_run_and_all_that_would_be_started_again(images: Path, tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    settings = [*tiny_settings(images), "train.duration=4000ep", "train.checkpoint_every=40st", "train.eval_every=0st"]
+    options = [f"--out={folder}", "--ranks=2", "--restarts=5", *[f"--set={setting}" for setting in settings]]
+    process = commands.start("train", "quickstart", *options)
+    commands.wait_for_step(folder, 2, process)
+    left = Path("/dev/shm", find_memory(folder, read_identity(folder)).name)
+    folder.rename(elsewhere)
+    status, out, err = commands.finish(process)
+    assert (status, "Traceback" in out + err) == (1, False), err
+    assert f"The run's folder {folder} was moved or deleted" in err
+    assert not folder.exists()
+    assert not left.exists()
+    assert out.count("Going on from") == 0

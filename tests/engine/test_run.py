@@ -1,8 +1,12 @@
 """One rank's run from configuration to the end, in this process: what it leaves in its folder and what it refuses."""
 
+import errno
 import json
+import os
+import re
 import shutil
 import signal
+import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +19,12 @@ from safetensors.torch import load_file
 
 from lockstep.comm.world import World
 from lockstep.data.pack import pack_folder
-from lockstep.engine import build, checkpoint
+from lockstep.engine import build, checkpoint, run
 from lockstep.engine.checkpoint import list_checkpoints
+from lockstep.engine.identity import IDENTITY_FILE, read_identity
 from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, share_sources, watch_signals
-from lockstep.errors import LockstepError
-from lockstep.events import EpochDone, Event, Notice, RunStarted, Sink, StepDone
+from lockstep.errors import LockstepError, SharedError
+from lockstep.events import EpochDone, Event, Notice, RunEnded, RunStarted, Sink, StepDone
 from lockstep.report.run import SilentSink
 from tests.engine.conftest import tiny_config
 from tests.ranks import run_ranks, world_of_one
@@ -280,3 +285,100 @@ def test_a_rank_without_the_folder_says_so(images: Path, tmp_path: Path) -> None
     assert second == [
         f"The data path {tmp_path / 'elsewhere'} is not a folder; set data.path to one that holds train/ and val/."
     ]
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_configuration_that_has_not_changed_is_not_written_again(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(images, tmp_path)
+    (tmp_path / "summary.json").unlink(missing_ok=True)
+    os.utime(tmp_path / "config.toml", (0, 0))
+    monkeypatch.setattr(run, "write_whole", refuse_to_write)
+    assert train(images, tmp_path, resume=True) == "finished"
+    assert (tmp_path / "config.toml").stat().st_mtime > 0  # it tells when the run was last gone on with
+
+
+def test_after_a_restart_a_configuration_that_cannot_be_written_is_a_warning(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(images, tmp_path)
+    monkeypatch.setattr(run, "write_whole", refuse_to_write)
+    with pytest.raises(SharedError, match=r"cannot be written \(No space left on device\)"):
+        train(images, tmp_path, "train.duration=4st", resume=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    heard = listen(images, tmp_path, "train.duration=4st")
+    assert any("cannot be written (No space left on device)" in text for text in texts(heard))
+    assert [event.step for event in heard if isinstance(event, StepDone)] == [4]
+
+
+def test_a_run_has_one_identity_from_its_beginning_on(images: Path, tmp_path: Path) -> None:
+    train(images, tmp_path)
+    identity = read_identity(tmp_path)
+    assert identity
+    train(images, tmp_path, "train.duration=4st", resume=True)
+    assert read_identity(tmp_path) == identity
+    (tmp_path / IDENTITY_FILE).unlink()  # as a run of an older version has none
+    train(images, tmp_path, "train.duration=5st", resume=True)
+    assert read_identity(tmp_path) not in ("", identity)
+    (tmp_path / "new").mkdir()
+    shutil.copy(tmp_path / IDENTITY_FILE, tmp_path / "new")
+    train(images, tmp_path / "new")
+    assert read_identity(tmp_path / "new") != read_identity(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
+def test_a_run_whose_folder_is_gone_ends_with_a_sentence_and_makes_no_new_one(
+    images: Path, tmp_path: Path, how: str
+) -> None:
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+
+    class Mover(SilentSink):
+        def emit(self, event: Event) -> None:
+            if isinstance(event, StepDone) and event.step == 2:
+                folder.rename(elsewhere)
+                if how == "deleted":
+                    shutil.rmtree(elsewhere)
+                if how == "replaced":
+                    shutil.copytree(elsewhere, folder)
+
+    config = tiny_config(images, *SHORT)
+    with pytest.raises(SharedError, match=f"^The run's folder {re.escape(str(folder))} was moved or deleted while"):
+        run_rank(config, "tiny", folder, resume=False, membership=None, open_sink=lambda world, folder: Mover())
+    assert folder.exists() == (how == "replaced")
+    assert not list(folder.glob("checkpoints/step-*"))
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Event] = []
+
+    class Ear(SilentSink):
+        def emit(self, event: Event) -> None:
+            heard.append(event)
+            if isinstance(event, StepDone) and event.step == 1:
+                monkeypatch.setattr(time, "time", lambda: 1e6)
+
+    config = tiny_config(images, *SHORT)
+    run_rank(config, "tiny", tmp_path, resume=False, membership=None, open_sink=lambda world, folder: Ear())
+    (ended,) = (event for event in heard if isinstance(event, RunEnded))
+    assert 0 < ended.startup_s < ended.wall_s < 600
+
+
+def test_a_folder_of_other_things_is_refused_and_one_with_leftovers_is_not(tmp_path: Path) -> None:
+    for name in ("images", "files", "fresh"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images" / "ant").mkdir()
+    (tmp_path / "files" / "a.jpg").touch()
+    for name, foreign in (("images", "ant"), ("files", "a.jpg")):
+        with pytest.raises(LockstepError, match=f"{name} holds no run but other things, such as {foreign}; choose"):
+            run.prepare_folder(tmp_path / name)
+    (tmp_path / "fresh" / ".lock").touch()
+    (tmp_path / "fresh" / "job.log").touch()
+    (tmp_path / "fresh" / "checkpoints").mkdir()
+    run.prepare_folder(tmp_path / "fresh")
+    run.prepare_folder(tmp_path / "nowhere")

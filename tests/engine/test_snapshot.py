@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -12,8 +13,17 @@ import torch
 from lockstep.data.order import Cursor, Ledger
 from lockstep.engine import snapshot
 from lockstep.engine.build import Parts
+from lockstep.engine.identity import read_identity
 from lockstep.engine.resume import TakenUp, take_up
-from lockstep.engine.snapshot import Snapshots, clear_memory, find_memory, is_private, make_private, sweep_memory
+from lockstep.engine.snapshot import (
+    Snapshots,
+    clear_memory,
+    find_memory,
+    has_begun_here,
+    is_private,
+    make_private,
+    sweep_memory,
+)
 from lockstep.engine.state import State, save_state
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -21,6 +31,7 @@ from tests.engine.test_state import ORDER, build_parts, collect, scramble
 from tests.ranks import world_of_one
 
 WORLD = world_of_one()
+RUN, OTHER = "0" * 32, "1" * 32  # identities
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +44,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def open_snapshots(tmp_path: Path, share: float = 0.01) -> Snapshots:
-    snapshots = Snapshots(tmp_path / "run", WORLD, share)
+def open_snapshots(tmp_path: Path, share: float = 0.01, run: str = RUN) -> Snapshots:
+    snapshots = Snapshots(tmp_path / "run", run, WORLD, share)
     snapshots.begin(0)
     return snapshots
 
@@ -61,7 +72,7 @@ def go_on(snapshots: Snapshots, tmp_path: Path, parts: Parts, warnings: list[str
 def test_what_was_taken_is_what_a_new_rank_goes_on_from(tmp_path: Path) -> None:
     parts = build_scrambled()
     assert take(open_snapshots(tmp_path), tmp_path, 7, parts) == ""
-    snapshots, fresh = Snapshots(tmp_path / "run", WORLD, 0.01), build_parts(WORLD)
+    snapshots, fresh = Snapshots(tmp_path / "run", RUN, WORLD, 0.01), build_parts(WORLD)
     assert snapshots.find_newest() == 7
     taken_up = go_on(snapshots, tmp_path, fresh)
     assert taken_up is not None
@@ -158,11 +169,49 @@ def test_memory_that_is_too_small_costs_the_snapshots_once_and_not_the_run(
     assert list(memory.iterdir()) == []
 
 
-def test_a_fresh_run_in_the_same_folder_clears_what_another_left(tmp_path: Path, memory: Path) -> None:
+def test_what_another_run_in_a_folder_of_this_name_left_is_neither_taken_up_nor_removed(tmp_path: Path) -> None:
+    old = open_snapshots(tmp_path)
+    take(old, tmp_path, 7)
+    new = open_snapshots(tmp_path, run=OTHER)
+    assert go_on(new, tmp_path, build_scrambled()) is None
+    new.clear()
+    assert old.find_newest() == 7
+    assert Snapshots(tmp_path / "copy", RUN, WORLD, 0.01).find_newest() == -1
+
+
+def test_a_snapshot_whose_manifest_names_another_run_is_not_taken_up(tmp_path: Path) -> None:
+    old, new = open_snapshots(tmp_path), open_snapshots(tmp_path, run=OTHER)
+    take(old, tmp_path, 7)
+    old.folder.rename(new.folder)
+    assert new.find_newest() == -1
+
+
+def test_a_run_without_an_identity_has_no_snapshots(tmp_path: Path, memory: Path) -> None:
+    take(open_snapshots(tmp_path), tmp_path, 7)
+    nameless = open_snapshots(tmp_path, run="")
+    nameless.clear()
+    assert (nameless.is_due(1), nameless.find_newest(), len(list(memory.iterdir()))) == (False, -1, 1)
+
+
+def test_a_run_that_begins_anew_clears_what_it_left_itself(tmp_path: Path, memory: Path) -> None:
     take(open_snapshots(tmp_path), tmp_path, 7)
     assert list(memory.iterdir())
     open_snapshots(tmp_path)
     assert not list(memory.iterdir())
+
+
+def test_ranks_that_start_again_know_that_their_run_had_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what a run before theirs has left, nor by a folder of another path."""
+    started_s = time.time()
+    monkeypatch.setattr(snapshot, "read_agent_start", lambda: started_s)
+    snapshots = open_snapshots(tmp_path)
+    take(snapshots, tmp_path, 7)
+    assert not has_begun_here(tmp_path / "run")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert has_begun_here(tmp_path / "run")
+    assert not has_begun_here(tmp_path / "other")
+    os.utime(snapshots.folder, (started_s - 60, started_s - 60))
+    assert not has_begun_here(tmp_path / "run")
 
 
 def test_a_folder_that_others_can_write_to_is_neither_used_nor_read(tmp_path: Path, memory: Path) -> None:
@@ -174,7 +223,7 @@ def test_a_folder_that_others_can_write_to_is_neither_used_nor_read(tmp_path: Pa
     assert snapshots.folder.exists()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
-    link = find_memory(tmp_path / "other")
+    link = find_memory(tmp_path / "other", RUN)
     link.symlink_to(elsewhere)
     assert not is_private(link)
     with pytest.raises(OSError, match="somebody else"):
@@ -184,7 +233,7 @@ def test_a_folder_that_others_can_write_to_is_neither_used_nor_read(tmp_path: Pa
 
 
 def test_old_leftovers_are_swept_and_nothing_else(memory: Path, tmp_path: Path) -> None:
-    old, young = find_memory(tmp_path / "a"), find_memory(tmp_path / "b")
+    old, young = find_memory(tmp_path / "a", RUN), find_memory(tmp_path / "b", RUN)
     foreign = memory / "lockstep-999999-abc"
     for folder in (old, young, foreign):
         folder.mkdir(mode=0o700)
@@ -196,9 +245,9 @@ def test_old_leftovers_are_swept_and_nothing_else(memory: Path, tmp_path: Path) 
 
 
 def test_nodes_on_one_machine_have_each_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = find_memory(tmp_path)
+    here = find_memory(tmp_path, RUN)
     monkeypatch.setenv("LOCKSTEP_NODE", "b")
-    assert find_memory(tmp_path) != here
+    assert find_memory(tmp_path, RUN) != here
 
 
 def test_a_lost_rank_costs_a_few_steps_and_not_all_since_the_last_checkpoint(images: Path, tmp_path: Path) -> None:
@@ -223,7 +272,62 @@ def test_a_lost_rank_costs_a_few_steps_and_not_all_since_the_last_checkpoint(ima
     assert all(event["ledger_ok"] for event in ledgers)
     mine, theirs = commands.last_weights(folder), commands.last_weights(plain)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    assert not Path("/dev/shm", find_memory(folder).name).exists()
+    assert not Path("/dev/shm", find_memory(folder, read_identity(folder)).name).exists()
+
+
+def test_another_run_in_the_place_of_a_killed_one_goes_on_from_its_own_weights(images: Path, tmp_path: Path) -> None:
+    """A snapshot that a killed launcher left is of the run that was there, not of the copy that is."""
+    more = ["train.checkpoint_every=0st", "optim.warmup=0st"]
+    settings = [f"--set={setting}" for setting in [*tiny_settings(images), *more]]
+    other, folder = tmp_path / "other", tmp_path / "run"
+    assert commands.run("train", "quickstart", f"--out={other}", *settings, "--set=train.duration=2st")[0] == 0
+    often = "--set=train.snapshot_share=0.5"
+    process = commands.start(
+        "train",
+        "quickstart",
+        "--restarts=3",
+        "--ranks=1",
+        f"--out={folder}",
+        *settings,
+        often,
+        "--set=train.duration=4000ep",
+    )
+    commands.wait_for_step(folder, 12, process)
+    left = Path("/dev/shm", find_memory(folder, read_identity(folder)).name)
+    commands.kill_all(process)
+    try:
+        assert list(left.glob("step-*"))
+        shutil.rmtree(folder)
+        shutil.copytree(other, folder)
+        status, out, err = commands.run("train", str(folder), "--resume", "--set=train.duration=4st")
+        assert status == 0, err
+        assert "Going on from step 2 on 1 rank; 1 wrote the checkpoint." in " ".join(out.split())
+        assert list(left.glob("step-*"))
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_ranks_that_start_again_do_not_begin_anew_where_their_folder_is_gone(
+    images: Path, tmp_path: Path, how: str
+) -> None:
+    settings = [*tiny_settings(images), "train.duration=4000ep", "train.checkpoint_every=0st", "train.eval_every=0st"]
+    folder, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    process = commands.start(
+        "train", "quickstart", "--ranks=1", "--restarts=3", f"--out={folder}", *[f"--set={one}" for one in settings]
+    )
+    commands.wait_for_step(folder, 5, process)
+    left = Path("/dev/shm", find_memory(folder, read_identity(folder)).name)
+    commands.wait_until(lambda: bool(list(left.glob("step-*"))), process)
+    shutil.move(folder, elsewhere) if how == "moved" else shutil.rmtree(folder)
+    os.kill(commands.find_ranks(process, 1)["0"], signal.SIGKILL)
+    try:
+        status, out, err = commands.finish(process)
+        assert (status, "Traceback" in out + err, folder.exists()) == (1, False, False), err
+        assert f"The run's folder {folder} was moved or deleted" in err
+        assert list(left.glob("step-*"))  # which the run goes on from if its folder is put back
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _count_starts(folder: Path) -> int:

@@ -11,6 +11,7 @@ import pytest
 from lockstep.config import to_toml
 from lockstep.engine import starting
 from lockstep.engine.starting import (
+    Resume,
     find_last_run,
     has_finished,
     list_changes,
@@ -243,3 +244,9 @@ def test_the_newest_run_is_found_also_by_its_jobs_name() -> None:
     assert find_last_run("quickstart") == job
     os.utime(job / "config.toml", (1e9, 1e9))
     assert find_last_run("quickstart") == old
+
+
+@pytest.mark.parametrize("resume", ["no", "yes", "auto"])
+def test_a_name_that_no_folder_can_have_is_a_sentence(resume: Resume) -> None:
+    with pytest.raises(LockstepError, match=r"^--out is too long for a folder's name \(300 bytes\); choose a shorter"):
+        plan_start("quickstart", [], Path("x" * 300), resume)

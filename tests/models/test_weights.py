@@ -110,6 +110,18 @@ def test_a_wider_network_is_told_by_its_first_few_shapes() -> None:
         fit_weights("w", arrays(small(width=16)), small(), 5)
 
 
+def test_a_whole_module_and_junk_are_sentences_without_torchs_own(tmp_path: Path) -> None:
+    torch.save(small(), tmp_path / "module.pth")
+    (tmp_path / "junk.pth").write_bytes(b"e junk")
+    for name, words in (
+        ("module.pth", r"whole pickled module, .* which is not unpickled; save model\.state_dict\(\)\.$"),
+        ("junk.pth", r"no weights file \(neither safetensors nor a state_dict\); .*\.$"),
+    ):
+        with pytest.raises(LockstepError, match=words) as caught:
+            read_weights(tmp_path / name)
+        assert "\x1b" not in str(caught.value)
+
+
 class Trap:
     """What unpickling would run."""
 
@@ -120,7 +132,7 @@ class Trap:
 def test_nothing_but_tensors_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"state_dict": {"a": torch.zeros(2)}, "trap": Trap()}, "trap.pth")
-    with pytest.raises(LockstepError, match=r"trap\.pth are damaged or hold more than tensors"):
+    with pytest.raises(LockstepError, match=r"trap\.pth hold a whole pickled module, or another object"):
         read_weights(Path("trap.pth"))
     assert not Path("sprung").exists()
 

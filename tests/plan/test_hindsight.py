@@ -58,7 +58,7 @@ def test_every_part_stands_beside_what_was_measured() -> None:
     assert rows["backward"].source == "measured before step 0"
     assert found.sentence == (
         "A step took 570 ms, 1.14 times the 500 ms that were predicted: computing took 1.26 times what was measured "
-        "before step 0 (440 ms, not 350 ms), most of the difference in the backward pass."
+        "before step 0: 440 ms, not 350 ms, most of the difference in the backward pass."
     )
     table = to_table(found)
     assert table["sentence"] == found.sentence

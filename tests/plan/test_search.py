@@ -61,7 +61,7 @@ def test_one_device_takes_what_its_profile_says() -> None:
     assert found.images_per_second == pytest.approx(10751, rel=1e-9)
     assert found.efficiency == pytest.approx(1)
     assert found.train_s == pytest.approx(90 * IMAGENET / 10751)
-    assert found.steps == math.ceil(90 * IMAGENET / 256)
+    assert found.steps == 90 * math.ceil(IMAGENET / 256)
 
 
 def test_passes_repeat_and_the_update_does_not() -> None:

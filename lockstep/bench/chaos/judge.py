@@ -19,6 +19,7 @@ KNOWN_FILES = {
     "report.html",
     "checkpoints",
     ".lock",
+    ".identity",
 }
 # What a process says that did not end by a sentence.
 CRIES = ("Traceback (most recent call last)", "terminate called", "Fatal Python error", "Exception ignored")
