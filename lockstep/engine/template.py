@@ -33,6 +33,7 @@ from lockstep.kernels import has_triton
 from lockstep.processes import follow_parent, is_spared, name_process
 
 NAME = "lockstep-ready"
+PACKAGE = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 # What launchers and terminals send. The template leaves all of them to the launcher and the ranks.
@@ -92,8 +93,11 @@ class Template:
                 if process := int(_receive(self._line) or 0):  # none where it could not fork, or has ended
                     return process
         self.close()  # so that it does not answer later, with a second such rank
-        # Not by `subprocess`, which would wait for its children itself.
-        return os.posix_spawn(sys.executable, [sys.executable, "-P", "-m", "lockstep", *arguments], dict(environment))
+        # Not by `subprocess`, which would wait for its children itself. This very package, also where it runs from its
+        # source tree; a module that happens to lie in the current folder is none of Python's own (-P).
+        modules = os.pathsep.join(filter(None, (str(PACKAGE.parent), environment.get("PYTHONPATH"))))
+        command = [sys.executable, "-P", "-m", PACKAGE.name, *arguments]
+        return os.posix_spawn(sys.executable, command, {**environment, "PYTHONPATH": modules})
 
     def close(self) -> None:
         """Let the template end; ranks go on."""

@@ -66,7 +66,7 @@ def _say_computing(predicted: RunPredicted, measured: Measured, made: InputChose
         busy_s = predicted.images / predicted.world_size / rate
         beside = f"; decoding keeps threads on the same cores busy for {_ms(busy_s)} of a step"
     return (
-        f"computing took {times:.2f} times what {than} ({_ms(measured.compute_s)}, not {_ms(predicted.compute_s)})"
+        f"computing took {times:.2f} times what {than}: {_ms(measured.compute_s)}, not {_ms(predicted.compute_s)}"
         f"{where}{beside}"
     )
 

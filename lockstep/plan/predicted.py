@@ -55,7 +55,7 @@ def list_events(
         Notice(time_s=start_s, level="info", text=f"This run was predicted, not made. {prediction.advice}"),
         PlanChosen(
             time_s=start_s,
-            source="predicted",
+            source="predicted",  # by which readers know that nothing was trained
             seconds=0.0,
             topology=f"{prediction.nodes}x{case.shape.per_node}",
             backend=case.shape.machine.backend if prediction.devices > 1 else "",

@@ -57,7 +57,7 @@ def compare_results(runs: Sequence[Run]) -> Numbers:
 
 def list_status(runs: Sequence[Run]) -> list[str]:
     """How each run ended."""
-    return [str(run.history.summary["status"]) for run in runs]
+    return ["predicted" if run.history.is_predicted else str(run.history.summary["status"]) for run in runs]
 
 
 def _list_results(runs: Sequence[Run]) -> list[Result]:
@@ -82,8 +82,8 @@ def _list_results(runs: Sequence[Run]) -> list[Result]:
         Result("e, efficiency", _tell("e"), percent, is_share=True),
         Result("ms a step, median", lambda run: _measure_step_ms(run.history), lambda value: f"{value:,.2f}"),
         Result("computing, of the time", _tell("share_compute"), percent, is_share=True),
-        Result("communication, of the time", _tell("share_comm"), percent, is_share=True),
-        Result("waiting, of the time", _tell("share_input"), percent, is_share=True),
+        Result("communication and waiting for other ranks, of the time", _tell("share_comm"), percent, is_share=True),
+        Result("waiting for input, of the time", _tell("share_input"), percent, is_share=True),
         Result("energy, kJ", lambda run: _sum_energy_kj(run.history), count),
     ]
 

@@ -81,6 +81,11 @@ class History:
             self._join(part, start, before_s)
             before_s += measure_wall_s(part)
 
+    @cached_property
+    def is_predicted(self) -> bool:
+        """Whether the planner wrote the records (`plan/predicted.py`), and nothing was trained."""
+        return any(plan.source == "predicted" for plan in self.all(PlanChosen))
+
     @property
     def ended(self) -> RunEnded | None:
         """How the last part ended; None where its log stops before that."""
@@ -140,6 +145,23 @@ def list_warnings(history: History) -> list[str]:
             text = f"rank {notice.rank}: {notice.text}" if notice.rank else notice.text
             counts[text] = counts.get(text, 0) + 1
     return [text if times == 1 else f"{text} ({times} times)" for text, times in counts.items()]
+
+
+def list_notes(history: History) -> list[tuple[Spot, str]]:
+    """What the run let its reader know, each sentence once, and where it first came."""
+    found: dict[str, Spot] = {}
+    before_s = 0.0
+    for part, start in zip(history.parts, history.starts, strict=True):
+        step = start.start_step
+        for event in part:
+            if isinstance(event, StepDone):
+                step = event.step
+            elif isinstance(event, Notice) and event.level == "info":
+                text = f"rank {event.rank}: {event.text}" if event.rank else event.text
+                wall_s = before_s + event.time_s - start.time_s
+                found.setdefault(text, Spot(step, step / max(1, start.steps_per_epoch), max(0.0, wall_s)))
+        before_s += measure_wall_s(part)
+    return [(spot, text) for text, spot in found.items()]
 
 
 def find_timelines(history: History) -> list[TimelineTaken]:

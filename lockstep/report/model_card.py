@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from lockstep.config import RESNETS, RunConfig, to_toml
 from lockstep.events import Evaluated, Event, RunStarted
+from lockstep.named import GIVEN
 from lockstep.recipe_values import show
 from lockstep.report.averages import see_average
 from lockstep.report.history import History
 from lockstep.report.page.charts import tell_time
-from lockstep.report.phrases import count, percent, plural
+from lockstep.report.phrases import count, count_parameters, percent, plural
 
 MOST_CLASSES = 200  # whose names are listed
 SPECIAL = re.compile(r"([\\`*_\[\]#|~]|^[-+])")
@@ -67,7 +68,8 @@ def fence(text: str, language: str) -> str:
 
 def _introduce(subject: Subject, history: History | None) -> str:
     model, classes = subject.config.model.name, len(subject.classes)
-    size = f" of {count(history.start.num_parameters / 1e6)} M parameters" if history else ""
+    model = "network of the program's own" if model == GIVEN else model
+    size = f", {count_parameters(history.start.num_parameters)}," if history else ""
     recipe = f" by the recipe {plain(history.start.recipe)}" if history else ""
     return (
         f"A {plain(model)}{size} that tells {classes:,} classes of images apart, trained by Lockstep{recipe}: its "
@@ -100,6 +102,7 @@ def _tell_training(subject: Subject, history: History | None) -> str:
     config = subject.config
     data, optim, train = config.data, config.optim, config.train
     known = {"generated": "generated images", "folder": f"the image folder or pack {data.path}"}
+    known[GIVEN] = "images of the program's own"
     source = known.get(data.source, f"a data set of its user's ({data.source})")
     facts = [("data", source)]
     if history:

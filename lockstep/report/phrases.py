@@ -27,6 +27,7 @@ from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
 
 LONG_START_S = 5.0  # worth a line
+LEAST_IN_MILLIONS = 10_000  # parameters; fewer are counted one by one
 SILENT_S = 60.0  # without a record, after which a run may be gone
 
 
@@ -49,6 +50,13 @@ def count(number: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def count_parameters(number: int) -> str:
+    """How large a network is: 25.6 M parameters, 0.177 M parameters, 258 parameters."""
+    if number < LEAST_IN_MILLIONS:
+        return plural(number, "parameter")
+    return f"{count(number / 1e6) if number >= 1e6 else f'{number / 1e6:.3g}'} M parameters"
 
 
 def size(num_bytes: int) -> str:
@@ -74,7 +82,7 @@ def _describe_line(event: Event) -> str:
         case RunStarted():
             resumed = f", from step {event.start_step:,}" if event.start_step else ""
             return (
-                f"{event.recipe}: {count(event.num_parameters / 1e6)} M parameters, {event.num_train:,} samples, "
+                f"{event.recipe}: {count_parameters(event.num_parameters)}, {event.num_train:,} samples, "
                 f"{event.num_classes:,} classes, {plural(event.world_size, 'rank')} ({event.device}){resumed}"
             )
         case RunPredicted():
@@ -179,8 +187,9 @@ def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
 
 def describe_place(step: StepDone, start: RunStarted) -> list[str]:
     """How far training is."""
-    epochs = start.steps_total / start.steps_per_epoch
-    return [f"epoch {step.epoch:.1f}/{epochs:.4g}", f"step {step.step:,}/{start.steps_total:,}"]
+    epochs = f"{start.steps_total / start.steps_per_epoch:.3g}"
+    decimals = max(1, len(epochs.partition(".")[2]))  # as many as the total has
+    return [f"epoch {step.epoch:.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
 
 
 def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: float | None = None) -> list[str]:

@@ -1,6 +1,7 @@
 """What is slow, in one sentence with advice: shares of the time and the input's measured rate -> words. Torch-free."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -14,6 +15,9 @@ NEWEST = 0.3
 MOST_TIMES = 4
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
+# How a run's sentence on who held the others up begins (`comm/straggler.py`).
+NAMED = re.compile(r"(Rank|Node) \d+")
+
 Slow = Literal["", "communication", "input"]
 
 
@@ -26,11 +30,12 @@ class Verdict:
         self._shares: tuple[float, float, float] | None = None  # compute, communication, input
         self._images_per_second = 0.0
         self._num_records = 0
+        self._straggler = ""  # the run's own sentence on who held the others up
 
     def emit(self, event: Event) -> None:
         match event:
             case RunStarted():
-                self._start, self._shares, self._num_records = event, None, 0
+                self._start, self._shares, self._num_records, self._straggler = event, None, 0, ""
             case InputChosen():
                 self._input = event
             case StepDone():
@@ -40,6 +45,7 @@ class Verdict:
             case RunEnded() if event.share_compute + event.share_comm + event.share_input > 0:
                 self._shares = event.share_compute, event.share_comm, event.share_input
                 self._images_per_second = event.images_per_second
+                self._straggler = event.straggler
 
     def _add(self, step: StepDone) -> None:
         parts = step.compute_s, step.comm_s, step.input_s
@@ -64,12 +70,14 @@ class Verdict:
         if not self._shares:
             return ""
         compute, comm, wait = round_together(self._shares)
-        spent = f"{compute} % compute, {comm} % exposed communication, {wait} % waiting for input"
+        spent = f"{compute} % compute, {comm} % communication and waiting for other ranks, {wait} % waiting for input"
         return f"{spent}: {self._advise(self._shares[2])}"
 
     def _advise(self, share_input: float) -> str:
         if not self.slow:
             return "the devices are kept busy"
+        if self.slow == "communication" and (named := NAMED.match(self._straggler)):
+            return f"{named[0].lower()} held the others up, so look there first"
         if self.slow == "communication":
             return "more samples per rank (a larger train.global_batch, or fewer ranks) would lower communication"
         start, chosen = self._start, self._input

@@ -29,7 +29,7 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
         events = follower.poll()
         if not events:
             print_plain(console, f"Waiting for the first record in {folder}; Ctrl-C ends the waiting.")
-        events = choose_recent(events)
+        events, old = choose_recent(events), list_old_steps(events)
         last_s, is_said = 0.0, False  # of the newest record; whether its age has been told
         while True:
             for event in events:
@@ -37,6 +37,9 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
                     display.close()
                     display = build_display(console, folder)
                 _show(display, event, follower.path)
+                if isinstance(event, RunStarted):
+                    _catch_up(display, old)
+                    old = []
                 last_s, is_said = event.time_s, False
             if has_ended(events):
                 return
@@ -57,8 +60,22 @@ def choose_recent(events: Sequence[Event]) -> list[Event]:
     parts = split_parts(events)
     if not parts:
         return list(events)
-    steps = [event for event in parts[-1] if isinstance(event, StepDone)]
-    return [event for event in parts[-1] if not isinstance(event, StepDone) or event is steps[-1]]
+    old = {id(step) for step in list_old_steps(events)}
+    return [event for event in parts[-1] if id(event) not in old]
+
+
+def list_old_steps(events: Sequence[Event]) -> list[StepDone]:
+    """The steps of the last part that are not shown, all but the last."""
+    parts = split_parts(events)
+    return [event for event in parts[-1] if isinstance(event, StepDone)][:-1] if parts else []
+
+
+def _catch_up(display: Display, steps: Sequence[StepDone]) -> None:
+    """Let what the display keeps of a run know of steps it does not show: the useful batch is the median of all."""
+    for step in steps:
+        display.verdict.emit(step)
+        if step.noise_scale is not None:
+            display.measured.append(step)
 
 
 def has_ended(events: Sequence[Event]) -> bool:

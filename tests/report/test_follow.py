@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,17 @@ def test_a_run_that_went_on_for_long_is_told_from_its_last_part(tmp_path: Path) 
     assert text.count("loss") == 1
 
 
+def test_the_useful_batch_is_that_of_all_steps(tmp_path: Path) -> None:
+    scales = [100.0, 110.0, 120.0, 130.0, 900.0]
+    steps = [replace(stepped(10 * at, 1000 + 5 * at), noise_scale=scale) for at, scale in enumerate(scales, 1)]
+    write_run(tmp_path, [started(), *steps, ended(50, 1026, 26.0)])
+    with (tmp_path / "out").open("w") as file:
+        watch_terminal(tmp_path, Console(file=file), poll_s=0.02)
+    text = (tmp_path / "out").read_text()
+    assert "about 120, at the end 900" in text
+    assert text.count("loss") == 1
+
+
 def test_a_record_cannot_steer_the_terminal() -> None:
     event = started(run="\x1b]0;title\x07", versions={"a\x1b": "\x1b[2J"}, layers=["\x9b1m"])
     assert "\\x1b" not in repr(tame(event))
@@ -181,7 +193,7 @@ def test_the_server_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.Monkey
         state = json.loads(ask(server, "state?revision=0")[1])
         assert state["revision"] == 1
         assert "&lt;b&gt;mine&lt;/b&gt;" in state["header"]
-        assert "Step 100 of 100 (100.0 %), after 0:" in state["header"]
+        assert "Step 100 of 100 (100.0\N{NO-BREAK SPACE}%), after 0:" in state["header"]
         assert "0:00 left" in state["header"]
         assert {"loss", "accuracy", "throughput"} <= {chart["name"] for chart in state["charts"]}
         assert json.loads(ask(server, "state?revision=1")[1]) == {"revision": 1}

@@ -5,8 +5,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.events import AnchorTaken, Evaluated, StepDone
-from lockstep.report.history import History, measure_spent, number, thin
+from lockstep.events import AnchorTaken, Evaluated, Event, Notice, StepDone
+from lockstep.report.history import History, list_notes, measure_spent, number, thin
 from tests.report.made_run import make_run
 from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
 
@@ -77,3 +77,13 @@ def test_the_made_run_has_every_kind_of_step() -> None:
     history = History(make_run(steps=200))
     assert all(isinstance(event, StepDone) for _, event in history.steps)
     assert len(history.steps) == 40
+
+
+def test_a_note_comes_once_with_the_step_it_first_came_at() -> None:
+    first: list[Event] = [started(1000), Notice(level="info", text="a", time_s=1001), stepped(10, 1005)]
+    first += [Notice(level="info", text="b", rank=1, time_s=1006), Notice(level="warning", text="c", time_s=1006)]
+    second: list[Event] = [started(2000, start_step=10), Notice(level="info", text="a", time_s=2001)]
+    second += [Notice(level="info", text="d", time_s=2002)]
+    found = list_notes(History([*first, *second]))
+    assert [(spot.step, text) for spot, text in found] == [(0, "a"), (10, "rank 1: b"), (10, "d")]
+    assert [spot.wall_s for spot, _ in found] == [1.0, 6.0, 7.0]  # the first part lasted 5 s, by its steps

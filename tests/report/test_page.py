@@ -26,15 +26,15 @@ from lockstep.events import (
     read_events,
 )
 from lockstep.report.page import document
-from lockstep.report.page.document import embed_json, encode_data
+from lockstep.report.page.document import embed_json, encode_data, tell
 from lockstep.report.page.live_page import build_state
-from lockstep.report.page.run_page import build_report, write_report
+from lockstep.report.page.run_page import build_report, describe_work, write_report
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
 from lockstep.report.verdict import judge
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
-from tests.report.records import ended, evaluated, started, stepped
+from tests.report.records import ended, epoch_done, evaluated, started, stepped
 from tests.report.test_run import RUN, Listener
 
 HOSTILE = "<script>alert(1)</script>\"'&\U0001f600</script>\u2028--red"
@@ -89,6 +89,77 @@ def test_what_was_not_told_is_not_there() -> None:
     page = build_report([started(), stepped(10, 1005), ended(10, 1006, 6.0)])
     assert list_sections(page) == ["curves", "spent", "settings", "environment"]
     assert [chart["name"] for chart in read_data(page)["charts"]] == ["loss", "accuracy", "lr", "throughput", "spent"]
+
+
+def make_prediction() -> list[Event]:
+    """What the planner writes, of kinds that a run has too."""
+    plan = next(event for event in make_run(steps=100) if isinstance(event, PlanChosen))
+    nothing = float("nan")
+    steps = [replace(stepped(step, 1000 + step / 2), loss=nothing, top1=nothing, lr=nothing) for step in (20, 40)]
+    start = started(num_val=0, device="H100, predicted")
+    return [start, replace(plan, source="predicted"), *steps, ended(40, 1020, 20.0, energy_j=7.2e6)]
+
+
+def test_a_prediction_is_no_run_that_happened() -> None:
+    page = build_report(make_prediction())
+    text = read_text(page)
+    assert "A prediction: nothing was trained. It would take 0:20 for 40 steps." in text
+    assert '<p class="state warning">A prediction' in page
+    assert "8 candidates were simulated. The chosen one would take" in text
+    assert "Predicted time 0:20" in text
+    for false in ("Finished", "in turns", "own steps", "validation samples", "run's own", "Running time", " went"):
+        assert false not in text
+    assert list_sections(page) == ["spent", "plan", "energy", "settings", "environment"]
+
+
+def test_what_a_run_let_know_is_among_its_notes() -> None:
+    note = "There is no val/ in /data; test/ serves as the validation split."
+    notices = [Notice(level="info", text=text, time_s=1001) for text in (note, note, HOSTILE)]
+    page = build_report([started(), *notices, stepped(10, 1005)])
+    assert f"step 0, 0:01 {note}" in read_text(page)
+    assert page.count(note) == 1
+    assert html.escape(HOSTILE) in page
+
+
+def test_a_table_has_every_curve_of_its_chart_and_every_evaluation() -> None:
+    events: list[Event] = [started(steps_total=400)]
+    for step in range(1, 401):
+        events.append(stepped(step, 1000 + step))
+        if step % 10 == 0:
+            events.append(evaluated(step, 1000 + step, 0.987 if step == 130 else 0.5))
+    page = build_report(events)
+    (table,) = re.findall(r"<table>(?:(?!</table>).)*validation, top-5.*?</table>", page)
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]+)', table)
+    assert heads == ["step", "epoch", "time", "training, top-1", "validation, top-1", "validation, top-5"]
+    assert table.count("90.0 %") == 40
+    assert "98.7 %" in table
+    rows = re.findall(r'<th scope="row">([^<]+)', table)
+    assert (rows[0], rows[-1]) == ("1", "400")
+    assert "training</th>" in page
+    assert "validation</th>" in page
+
+
+def test_no_line_ends_between_a_number_and_its_unit() -> None:
+    assert tell("82.5 % sure, 14.0 s, 5 MB") == "82.5\u00a0% sure, 14.0\u00a0s, 5\u00a0MB"
+    assert tell("3 steps of 10 sheep") == "3 steps of 10 sheep"
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(258, "258 parameters"), (1, "1 parameter"), (176_842, "0.177 M parameters"), (25_557_032, "25.6 M parameters")],
+)
+def test_a_network_of_the_program_is_said_to_be_one(number: int, words: str) -> None:
+    config = {"model": {"name": "given"}, "data": {"source": "given"}}
+    says = describe_work(started(config=config, num_parameters=number))
+    assert says.startswith(f"a network of the program, {words}, on images of the program: ")
+
+
+def test_one_is_no_plural_and_what_did_not_change_stayed() -> None:
+    records = [started(steps_total=10), stepped(1, 1001), stepped(10, 1005), epoch_done(0, 1005), ended(10, 1006, 6.0)]
+    text = read_text(build_report(records))
+    assert "1 epoch " in text
+    assert "In the one epoch every sample was seen exactly once." in text
+    assert "Training loss stayed at 1.25." in text
 
 
 def test_hours_cost_what_a_reader_says_they_do() -> None:
@@ -214,7 +285,7 @@ def test_a_run_that_goes_on_or_was_killed_is_judged_too() -> None:
     sentence = f"{judge(events).sentence()}."
     assert "compute" in sentence
     assert sentence in read_text(build_report(events))
-    assert sentence in build_state(events)["main"]
+    assert sentence in build_state(events)["main"].replace("\N{NO-BREAK SPACE}", " ")
 
 
 def _spoil_plan(event: Event) -> Event:

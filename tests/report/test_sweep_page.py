@@ -1,7 +1,11 @@
 """The page of a sweep: its tables say something in every column."""
 
+from dataclasses import replace
+
+from lockstep.recipes.trials import Trial
 from lockstep.report.page.charts import Numbers
-from lockstep.report.page.sweep_page import drop_empty_columns
+from lockstep.report.page.sweep_page import drop_empty_columns, list_trials
+from lockstep.report.sweep_rows import Row
 
 
 def test_columns_that_say_nothing_are_left_out() -> None:
@@ -12,3 +16,11 @@ def test_columns_that_say_nothing_are_left_out() -> None:
 def test_a_table_without_rows_keeps_its_heads() -> None:
     told = Numbers(["cell", "trials"], [])
     assert drop_empty_columns(told) == told
+
+
+def test_a_sweep_without_an_average_says_its_accuracy_once() -> None:
+    trial = Trial("a", (), 0, 0, (), (), "1", "a")
+    plain = Row(trial, "finished", top1=0.5, average_top1=0.5)
+    assert "of the average, %" not in drop_empty_columns(list_trials([plain])).heads
+    averaged = replace(plain, average_top1=0.6)
+    assert "of the average, %" in drop_empty_columns(list_trials([plain, averaged])).heads

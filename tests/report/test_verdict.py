@@ -39,13 +39,15 @@ def judge(shares: tuple[float, float, float], *, device: str = "NVIDIA H200", **
 def test_threads_that_are_missing_are_counted() -> None:
     # A rank reaches 32 images a second and would reach 32 / 0.64 = 50 if it never waited; a thread makes 10.
     assert judge((0.55, 0.09, 0.36)) == (
-        "55 % compute, 9 % exposed communication, 36 % waiting for input: one more decode thread would remove it"
+        "55 % compute, 9 % communication and waiting for other ranks, 36 % waiting for input: "
+        "one more decode thread would remove it"
     )
     assert judge((0.5, 0.0, 0.5), threads=2, images_per_second=16.0).endswith("six more decode threads would remove it")
 
 
 def test_percentages_of_the_whole_time_sum_to_100() -> None:
-    assert judge((0.786, 0.167, 0.047)).startswith("78 % compute, 17 % exposed communication, 5 % waiting for input")
+    spent = "78 % compute, 17 % communication and waiting for other ranks, 5 % waiting for input"
+    assert judge((0.786, 0.167, 0.047)).startswith(spent)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=7).filter(any))
@@ -86,7 +88,8 @@ def test_while_a_run_goes_on_the_first_step_does_not_count() -> None:
     verdict.emit(stepped(1, 1001.0, step_s=9.0))
     assert verdict.sentence() == ""
     verdict.emit(stepped(11, 1005.0))
-    assert verdict.sentence().startswith("100 % compute, 0 % exposed communication, 0 % waiting for input: ")
+    spent = "100 % compute, 0 % communication and waiting for other ranks, 0 % waiting for input: "
+    assert verdict.sentence().startswith(spent)
     assert verdict.slow == ""
 
 
@@ -95,3 +98,15 @@ def test_missing_threads_are_whole() -> None:
     assert count_missing(4, 40.0, 40.1) == 1
     assert count_missing(4, 40.0, 80.0) == 4
     assert count_missing(4, 40.0, 1.0) == 0
+
+
+def test_the_rank_that_held_the_others_up_is_where_to_look() -> None:
+    verdict = Verdict()
+    verdict.emit(started())
+    shares = {"share_compute": 0.7, "share_comm": 0.3, "share_input": 0.0}
+    straggler = "Rank 1 (node 0) holds the others up by 30 ms a step: input."
+    verdict.emit(ended(40, 1030.0, 30.0, straggler=straggler, **shares))
+    assert verdict.sentence().endswith(": rank 1 held the others up, so look there first")
+    verdict.emit(started(2000.0))
+    verdict.emit(ended(40, 2030.0, 30.0, **shares))
+    assert "more samples per rank" in verdict.sentence()

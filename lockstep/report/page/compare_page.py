@@ -20,7 +20,7 @@ def build_run_comparison(runs: Sequence[Run]) -> str:
     sections = [
         Section("results", "Results", body=build_table(compare_results(runs), name="results-table", is_whole=True)),
         *([Section("curves", "Curves", charts=charts, switch=True)] if charts else []),
-        Section("settings", "Settings that differ", body=build_table(settings))
+        Section("settings", "Settings that differ", body=build_table(settings, is_whole=True))
         if settings
         else Section("settings", "Settings", lead="All settings are the same."),
     ]
@@ -52,7 +52,7 @@ def _draw_curves(runs: Sequence[Run]) -> list[Chart]:
             "Top-1 on the validation set",
             _choose_evaluations("top1"),
             percent,
-            {"tickformat": ".0%"},
+            {"tickformat": ".4~%"},
             **of_shares,
         ),
         _draw_over(

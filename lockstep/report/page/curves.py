@@ -1,6 +1,7 @@
 """Curves of a run: loss, accuracy, learning rate, loss scale, noise scale, throughput."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.events import CheckpointSaved, Evaluated
@@ -10,10 +11,24 @@ from lockstep.report.page.log_axis import build_log_axis
 from lockstep.report.phrases import count, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
+MOST_ROWS, MOST_EVALUATIONS = 12, 60  # of a table of numbers
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A curve in the table of its chart."""
+
+    head: str
+    told: Told
+    show: Callable[[float], str]
+    is_whole: bool = False  # of evaluations, which are few
 
 
 def draw_curves(history: History) -> list[Chart]:
-    """Every curve that the run has records for."""
+    """Every curve that the run has records for; of a prediction none, as its records all say the same."""
+    if history.is_predicted:
+        return []
     drawn = (
         draw_loss(history),
         draw_accuracy(history),
@@ -32,11 +47,12 @@ def draw_loss(history: History) -> Chart | None:
     traces, says = [], []
     if trained:
         traces.append(_curve("training", trained, "--blue"))
-        says.append(f"Training loss went from {trained[0][1]:.3g} to {trained[-1][1]:.3g}")
+        first, last = (f"{trained[place][1]:.3g}" for place in (0, -1))
+        says.append(f"Training loss {f'stayed at {first}' if first == last else f'went from {first} to {last}'}")
     if checked:
         traces.append(_curve("validation", checked, "--orange", mode="lines+markers"))
         says.append(f"validation loss ended at {checked[-1][1]:.3g}")
-    if averaged := _known(history.evaluations, lambda it: it.average_loss):
+    if averaged := _known(history.evaluations, lambda it: it.average_loss):  # never without those of the weights
         traces.append(_curve("validation, averaged weights", averaged, "--green", mode="lines+markers"))
         says.append(f"that of the averaged weights at {averaged[-1][1]:.3g}")
     return Chart(
@@ -46,7 +62,11 @@ def draw_loss(history: History) -> Chart | None:
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": {"rangemode": "tozero"}},
-        numbers=_tell("loss", trained or checked, lambda value: f"{value:.4g}"),
+        numbers=_tell(
+            Column("training", trained, _show_short),
+            Column("validation", checked, _show_short, is_whole=True),
+            Column("validation, averaged weights", averaged, _show_short, is_whole=True),
+        ),
     )
 
 
@@ -55,6 +75,7 @@ def draw_accuracy(history: History) -> Chart | None:
     first, fifth = (_known(history.evaluations, choose) for choose in (lambda it: it.top1, lambda it: it.top5))
     if not trained and not first:
         return None
+    averaged = _known(history.evaluations, lambda it: it.average_top1)
     traces, says = [], []
     if trained:
         traces.append(_curve("training, top-1", trained, "--blue", template="%{y:.1%}"))
@@ -62,7 +83,7 @@ def draw_accuracy(history: History) -> Chart | None:
         traces.append(_curve("validation, top-1", first, "--orange", mode="lines+markers", template="%{y:.2%}"))
         if fifth:
             traces.append(_draw_fifth(fifth))
-        if averaged := _known(history.evaluations, lambda it: it.average_top1):
+        if averaged:
             traces.append(
                 _curve("averaged weights, top-1", averaged, "--green", mode="lines+markers", template="%{y:.2%}")
             )
@@ -81,7 +102,12 @@ def draw_accuracy(history: History) -> Chart | None:
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": {"tickformat": ".0%", "range": [0, 1.02]}},
-        numbers=_tell("top-1, validation" if first else "top-1, training", first or trained, percent),
+        numbers=_tell(
+            Column("training, top-1", trained, percent),
+            Column("validation, top-1", first, percent, is_whole=True),
+            Column("validation, top-5", fifth, percent, is_whole=True),
+            Column("averaged weights, top-1", averaged, percent, is_whole=True),
+        ),
     )
 
 
@@ -105,7 +131,7 @@ def draw_rate(history: History) -> Chart | None:
         traces=[_curve("learning rate", told, "--blue", showlegend=False)],
         marks=_marks(history),
         layout={"yaxis": {"rangemode": "tozero"}},
-        numbers=_tell("learning rate", told, lambda value: f"{value:.4g}"),
+        numbers=_tell(Column("learning rate", told, _show_short)),
     )
 
 
@@ -126,7 +152,10 @@ def draw_loss_scale(history: History) -> Chart | None:
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": build_log_axis([value for _, value in told])},
-        numbers=_tell("loss scale", told, lambda value: f"{value:,.0f}"),
+        numbers=_tell(
+            Column("loss scale", told, _show_whole),
+            Column("steps skipped", [(spot, it.skipped) for spot, it in history.steps if it.skipped > 0], _show_whole),
+        ),
     )
 
 
@@ -153,7 +182,7 @@ def draw_noise_scale(history: History) -> Chart | None:
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": build_log_axis([value for _, value in told] + ([batch] if batch else []))},
-        numbers=_tell("noise scale, samples", told, lambda value: f"{value:,.0f}"),
+        numbers=_tell(Column("noise scale, samples", told, _show_whole)),
     )
 
 
@@ -178,7 +207,7 @@ def draw_throughput(history: History) -> Chart | None:
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": {"rangemode": "tozero"}},
-        numbers=_tell("images/s", told, count),
+        numbers=_tell(Column("images/s", told, count)),
     )
 
 
@@ -234,12 +263,33 @@ def _marks(history: History) -> list[dict[str, Any]]:
     return draw_marks(history.boundaries, "resumed")
 
 
-def _tell(head: str, told: Told, show: Callable[[float], str]) -> Numbers:
+def _tell(*columns: Column) -> Numbers:
+    """A column for each curve; of each its first, last, lowest and highest rows stay, and of evaluations nearly all."""
+    columns = tuple(column for column in columns if column.told)
+    cells: dict[tuple[int, float], list[str]] = {}
+    times: dict[tuple[int, float], float] = {}
+    kept: set[tuple[int, float]] = set()
+    for place, column in enumerate(columns):
+        keys = [(spot.step, spot.epoch) for spot, _ in column.told]
+        for key, (spot, value) in zip(keys, column.told, strict=True):
+            cells.setdefault(key, [NONE] * len(columns))[place] = column.show(value)
+            times[key] = max(spot.wall_s, times.get(key, 0.0))  # an evaluation ends after its step
+        values = [value for _, value in column.told]
+        kept |= {keys[index] for index in sample_rows(len(keys), MOST_EVALUATIONS if column.is_whole else MOST_ROWS)}
+        kept |= {keys[values.index(min(values))], keys[values.index(max(values))]}
     rows = [
-        [f"{spot.step:,}", f"{spot.epoch:.4g}", tell_time(spot.wall_s), show(value)]
-        for spot, value in (told[index] for index in sample_rows(len(told)))
+        [f"{key[0]:,}", f"{key[1]:.4g}", tell_time(times[key]), *cells[key]]
+        for key in sorted(kept, key=times.__getitem__)
     ]
-    return Numbers(["step", "epoch", "time", head], rows)
+    return Numbers(["step", "epoch", "time", *(column.head for column in columns)], rows)
+
+
+def _show_short(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _show_whole(value: float) -> str:
+    return f"{value:,.0f}"
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import html
 import importlib.util
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,9 +25,10 @@ from lockstep.report.page.charts import Chart, Numbers
 # JSON in a script element ends at the first "</script>", and old parsers stumble over these two line ends.
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
-NO_SCRIPT = (
-    '<noscript><p class="warning">The charts need JavaScript; every number is also in the tables.</p></noscript>'
-)
+# The space before a unit; a terminal's lines have plain ones, which any log can hold.
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|kB|MB|GB|J|kJ|W|kWh|images/s)(?![\w/]))")
+
+NO_SCRIPT = '<noscript><p class="warning">The charts need JavaScript; the text under them says the same.</p></noscript>'
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class Document:
 def escape(text: object) -> str:
     """Text for HTML, in an element or in a quoted attribute."""
     return html.escape(str(text), quote=True)
+
+
+def tell(text: object) -> str:
+    """A sentence for HTML, in which no line ends between a number and its unit."""
+    return UNIT.sub("\N{NO-BREAK SPACE}", escape(text))
 
 
 def embed_json(value: object) -> str:
@@ -133,7 +140,7 @@ def build_document(document: Document) -> str:
 
 
 def build_section(section: Section) -> str:
-    lead = f'<p class="lead">{escape(section.lead)}</p>' if section.lead else ""
+    lead = f'<p class="lead">{tell(section.lead)}</p>' if section.lead else ""
     charts = "".join(map(build_chart, section.charts))
     charts += f'<div class="chart">{section.beside}</div>' if section.beside else ""
     grid = f'<div class="charts">{charts}</div>' if charts else ""
@@ -157,14 +164,14 @@ SWITCH = (
 
 def build_chart(chart: Chart) -> str:
     """A figure: its title, the drawing, the sentence that says the same, and the numbers as a table."""
-    note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    note = f"<p>{tell(chart.note)}</p>" if chart.note else ""
     numbers = f"<details><summary>Numbers</summary>{build_table(chart.numbers)}</details>" if chart.numbers else ""
     return (
         f'<figure class="{"chart wide" if chart.wide else "chart"}">'
         f'<h3 id="chart-{chart.name}-title">{escape(chart.title)}</h3>'
         f'<div class="plot" id="chart-{chart.name}" role="img" tabindex="0" aria-labelledby="chart-{chart.name}-title" '
         f'aria-describedby="{chart.name}-says" style="height:{chart.height}px"></div>'
-        f'<figcaption><p id="{chart.name}-says">{escape(chart.says)}</p>{note}{numbers}</figcaption></figure>'
+        f'<figcaption><p id="{chart.name}-says">{tell(chart.says)}</p>{note}{numbers}</figcaption></figure>'
     )
 
 
@@ -206,7 +213,7 @@ def _is_numeric(cell: str) -> bool:
 
 def build_list(rows: Iterable[tuple[str, str]]) -> str:
     """Names and values, one pair a line."""
-    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in rows)
+    pairs = "".join(f"<div><dt>{escape(name)}</dt><dd>{tell(value)}</dd></div>" for name, value in rows)
     return f'<dl class="pairs">{pairs}</dl>'
 
 

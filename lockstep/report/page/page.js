@@ -47,6 +47,7 @@ const lockstep = (() => {
     });
     const ink = color("--ink"), muted = color("--muted"), grid = color("--grid");
     const line = { gridcolor: grid, zeroline: false, linecolor: color("--rule"), automargin: true, ticks: "",
+      exponentformat: "power", minexponent: 6, separatethousands: true,
       tickfont: { color: muted, size: 12 }, title: { font: { color: muted, size: 12 }, standoff: 8 } };
     const named = painted(chart.layout);
     const layout = {
@@ -69,12 +70,13 @@ const lockstep = (() => {
     if (isCurve) {
       layout.xaxis.title = { ...line.title, text: axisTitles[axis] };
       layout.xaxis.hoverformat = axis === "step" ? ",d" : ".4~g";
-      if (axis === "step") layout.xaxis.tickformat = "~s";
+      if (axis === "step") layout.xaxis.tickformat = ",d";
       let first = Infinity, last = -Infinity;
       chart.traces.forEach((trace) => trace.at && trace.at[axis].forEach((x) => {
         if (x !== null) { first = Math.min(first, x); last = Math.max(last, x); }
       }));
       if (axis === "wall") Object.assign(layout.xaxis, clockTicks(last));
+      if (axis === "step" && last - first <= 10) layout.xaxis.dtick = 1;  // or there would be halves of steps
       const room = (last - first) * 0.02;
       if (last > first && traces[0].type === "scatter") layout.xaxis.range = [first - room, last + room];
     }

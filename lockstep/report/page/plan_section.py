@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.events import StepDone
 from lockstep.report.history import History, find_input, find_plan, number
-from lockstep.report.page.document import Section, escape
+from lockstep.report.page.document import Section, escape, tell
 from lockstep.report.phrases import describe_measuring, explain_slower, plural
 
 MOST_TRIALS = 24
@@ -37,7 +37,7 @@ def tell_plan(history: History) -> Section | None:
             tables += f"<h3>Left out</h3><ul>{rows}</ul>"
     if chosen_input is not None:
         sentences.append(chosen_input.text)
-    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences[1:]) + tables
+    body = "".join(f"<p>{tell(sentence)}</p>" for sentence in sentences[1:]) + tables
     return Section("plan", "The plan", lead=sentences[0], body=body, short="Plan")
 
 
@@ -61,13 +61,11 @@ def _read_trial(trial: object) -> dict[str, Any] | None:
 def _build_trials(history: History, trials: list[dict[str, Any]], batch: int) -> str:
     """A bar for each candidate, the chosen one in colour, and a line where the run's own steps were."""
     chosen = next((trial for trial in trials if trial["chosen"]), None)
-    middle = _measure_step(history)
+    middle = None if history.is_predicted else _measure_step(history)
     longest = max([trial["seconds"] for trial in trials] + ([middle] if middle else [])) * 1.04
     bars = "".join(_build_bar(trial, longest, middle, batch) for trial in trials)
-    return (
-        f"<h3>Milliseconds a step, by candidate</h3><p>{escape(_say_trials(trials, chosen, middle))}</p>"
-        f'<ol class="bars">{bars}</ol>'
-    )
+    says = _say_trials(trials, chosen, middle, history.is_predicted)
+    return f'<h3>Milliseconds a step, by candidate</h3><p>{tell(says)}</p><ol class="bars">{bars}</ol>'
 
 
 def _build_bar(trial: Mapping[str, Any], longest: float, middle: float | None, batch: int) -> str:
@@ -80,10 +78,13 @@ def _build_bar(trial: Mapping[str, Any], longest: float, middle: float | None, b
     )
 
 
-def _say_trials(trials: list[dict[str, Any]], chosen: Mapping[str, Any] | None, middle: float | None) -> str:
-    says = f"{plural(len(trials), 'candidate')} took whole steps in turns."
+def _say_trials(
+    trials: list[dict[str, Any]], chosen: Mapping[str, Any] | None, middle: float | None, is_predicted: bool
+) -> str:
+    simulated = f"{'was' if len(trials) == 1 else 'were'} simulated"
+    says = f"{plural(len(trials), 'candidate')} {simulated if is_predicted else 'took whole steps in turns'}."
     if chosen:
-        says += f" The chosen one promised {chosen['seconds'] * 1e3:,.2f} ms."
+        says += f" The chosen one {'would take' if is_predicted else 'promised'} {chosen['seconds'] * 1e3:,.2f} ms."
         says += f" {explained}" if (explained := explain_slower(trials)) else ""
     if middle:
         # By how much, and why, is told where the mean is compared with what was predicted.

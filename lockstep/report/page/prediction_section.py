@@ -7,7 +7,7 @@ from lockstep.plan.hindsight import Row, look_back
 from lockstep.plan.measured_steps import PASSES
 from lockstep.report.history import History
 from lockstep.report.page.charts import Chart, Numbers
-from lockstep.report.page.document import Section, build_table, escape
+from lockstep.report.page.document import Section, build_table, tell
 from lockstep.report.phrases import count, percent, size
 
 COLORS = {
@@ -46,7 +46,7 @@ def tell_prediction(history: History) -> Section | None:
     if told.assumptions:
         notes.append(f"Assumed: {'; '.join(told.assumptions)}.")
     body = build_table(_tell_rows(told.rows), name="prediction-table", is_whole=True)
-    body += "".join(f"<p>{escape(note)}</p>" for note in notes)
+    body += "".join(f"<p>{tell(note)}</p>" for note in notes)
     return Section(
         "prediction",
         "Predicted against measured",

@@ -7,20 +7,24 @@ from typing import Any
 from lockstep.errors import LockstepError
 from lockstep.events import Event, RunEnded, RunStarted, read_events
 from lockstep.files import write_whole
-from lockstep.report.history import History, list_warnings, number
+from lockstep.named import GIVEN
+from lockstep.report.history import History, list_notes, list_warnings, number
 from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.curves import draw_curves
-from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape
+from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape, tell
 from lockstep.report.page.layers import tell_layers
 from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.prediction_section import tell_prediction
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
-from lockstep.report.phrases import count, percent, plural
+from lockstep.report.phrases import count, count_parameters, percent, plural
 
 REPORT_NAME = "report.html"
 JOULES_PER_KWH = 3.6e6
 MOST_CLASSES = 100  # whose names are listed
+MOST_NOTES = 50
+PREDICTION = "A prediction: nothing was trained."
+FOOTER = "Made by Lockstep from {}. Nothing in this page was fetched, and nothing leaves it."
 LIVE = '<span class="live"></span>'
 
 
@@ -50,15 +54,17 @@ def build_report(events: Iterable[Event], price: float | None = None) -> str:
         tell_ledger(history),
         tell_energy(history, price),
         tell_warnings(history),
+        tell_notes(history),
         tell_settings(history),
         tell_environment(history),
     ]
     return build_document(
         Document(
-            title=f"{history.start.run} – Lockstep",
+            title=f"{history.start.run}{', predicted' if history.is_predicted else ''} – Lockstep",
             header=build_header(history),
             sections=[section for section in told if section],
             data={"summary": history.summary},
+            footer=FOOTER.format("a prediction's records" if history.is_predicted else "the run's own records"),
         )
     )
 
@@ -66,33 +72,41 @@ def build_report(events: Iterable[Event], price: float | None = None) -> str:
 def build_header(history: History, now: str = "") -> str:
     """What a reader wants to know first: what was trained, how well, how quickly; `now` of a run that goes on."""
     start, summary, ended = history.start, history.summary, history.ended
-    is_well = bool(now) or (ended is not None and ended.status == "finished")
+    is_well = bool(now) or (ended is not None and ended.status == "finished" and not history.is_predicted)
     state = now or describe_state(history)
     facts = "".join(
-        f'<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd class="beside">{escape(beside)}</dd></div>'
-        for name, value, beside in _list_facts(summary)
+        f'<div><dt>{escape(name)}</dt><dd>{tell(value)}</dd><dd class="beside">{tell(beside)}</dd></div>'
+        for name, value, beside in _list_facts(summary, history.is_predicted)
     )
     return (
         f'<p class="kind">Lockstep · {escape(start.recipe)}</p><h1>{escape(start.run)}</h1>'
-        f'<p class="what">{escape(describe_work(start))}</p>'
+        f'<p class="what">{escape(describe_work(start, history.is_predicted))}</p>'
         f'<p class="{"state" if is_well else "state warning"}">{LIVE if now else ""}'
-        f"{escape(state)}</p>"
+        f"{tell(state)}</p>"
         f'<dl class="facts">{facts}</dl>{_build_equation(summary)}'
     )
 
 
-def describe_work(start: RunStarted) -> str:
+def describe_work(start: RunStarted, is_predicted: bool = False) -> str:
     """The model, the data and the devices in one sentence."""
     model = _setting(start.config, "model", "name") or "a model"
-    source = _setting(start.config, "data", "path") or f"{_setting(start.config, 'data', 'source') or 'some'} images"
+    model = "a network of the program" if model == GIVEN else model
+    source = _setting(start.config, "data", "path") or name_images(_setting(start.config, "data", "source"))
     batch = number(_setting(start.config, "train", "global_batch"))
+    # The planner knows of no evaluation.
+    checked = "" if is_predicted else f"{plural(start.num_val, 'validation sample')}, "
     return (
-        f"{model}, {count(start.num_parameters / 1e6)} M parameters, on {source}: "
+        f"{model}, {count_parameters(start.num_parameters)}, on {source}: "
         f"{start.num_train:,} training samples, "
-        f"{start.num_val:,} validation samples, {start.num_classes:,} class{'' if start.num_classes == 1 else 'es'}. "
+        f"{checked}{start.num_classes:,} class{'' if start.num_classes == 1 else 'es'}. "
         f"{plural(start.world_size, 'rank')} ({start.device})"
         f"{f', global batch {batch:,.0f}' if batch else ''}."
     )
+
+
+def name_images(source: object) -> str:
+    """Images that lie in no folder."""
+    return "images of the program" if source == GIVEN else f"{source or 'some'} images"
 
 
 def describe_state(history: History) -> str:
@@ -101,6 +115,8 @@ def describe_state(history: History) -> str:
     after = f"after {tell_time(summary['wall_s'])} and {plural(summary['steps'], 'step')}"
     resumed = summary["resumed"]
     parts = f" It was resumed {plural(resumed, 'time')}." if resumed else ""
+    if history.is_predicted:
+        return f"{PREDICTION} It would take {tell_time(summary['wall_s'])} for {plural(summary['steps'], 'step')}."
     if ended is None:
         total = history.start.steps_total
         return (
@@ -112,7 +128,7 @@ def describe_state(history: History) -> str:
     return f"{words.get(ended.status, ended.status)} {after}.{reason}{parts}"
 
 
-def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _list_facts(summary: dict[str, Any], is_predicted: bool) -> list[tuple[str, str, str]]:
     """Name, value and what stands beside it."""
     facts = []
     if summary["top1"] is not None:
@@ -126,13 +142,18 @@ def _list_facts(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         facts.append(
             ("Time to best accuracy", tell_time(best["wall_s"]), f"{percent(best['top1'])} at step {best['step']:,}")
         )
-    facts.append(("Running time", tell_time(summary["wall_s"]), f"{summary['epochs']:.4g} epochs"))
+    running, speed = ("Predicted time", "Predicted throughput") if is_predicted else ("Running time", "Throughput")
+    facts.append((running, tell_time(summary["wall_s"]), tell_epochs(summary["epochs"])))
     if summary["T"] is not None:
-        facts.append(("Throughput", f"{count(summary['T'])}", "images/s"))
+        facts.append((speed, f"{count(summary['T'])}", "images/s"))
     if (scale := summary["noise_scale"]) is not None:
         beside = f"noise scale; {scale['last']:,.0f} at the end"
         facts.append(("Useful batch", f"{scale['middle']:,.0f}", beside))
     return facts
+
+
+def tell_epochs(epochs: float) -> str:
+    return f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}"
 
 
 def _build_equation(summary: dict[str, Any]) -> str:
@@ -178,15 +199,33 @@ def tell_energy(history: History, price: float | None = None) -> Section | None:
         if missing
         else ""
     )
-    return Section("energy", "Energy" if price is None else "Energy and cost", lead=lead, body=build_list(rows))
+    title = "Energy" if price is None else "Energy and cost"
+    return Section(
+        "energy",
+        f"{title}, predicted" if history.is_predicted else title,
+        short=title,
+        lead=lead,
+        body=build_list(rows),
+    )
 
 
 def tell_warnings(history: History) -> Section | None:
     warnings = list_warnings(history)
     if not warnings:
         return None
-    items = "".join(f"<li>{escape(text)}</li>" for text in warnings[:50])
+    items = "".join(f"<li>{tell(text)}</li>" for text in warnings[:50])
     return Section("warnings", "Warnings", body=f"<ul>{items}</ul>")
+
+
+def tell_notes(history: History) -> Section | None:
+    """What the run let its reader know, such as what serves as the validation split."""
+    notes = list_notes(history)
+    if not notes:
+        return None
+    rows = [(f"step {spot.step:,}, {tell_time(spot.wall_s)}", text) for spot, text in notes[:MOST_NOTES]]
+    if len(notes) > MOST_NOTES:
+        rows.append(("", f"and {plural(len(notes) - MOST_NOTES, 'note')} more, in the run's log"))
+    return Section("notes", "Notes", body=build_list(rows))
 
 
 def tell_settings(history: History) -> Section | None:

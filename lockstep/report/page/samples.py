@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lockstep.events import MistakesFound
 from lockstep.report.history import History, number
 from lockstep.report.page.charts import Chart, Numbers, label
-from lockstep.report.page.document import Section, build_table, escape
+from lockstep.report.page.document import Section, build_table, escape, tell
 from lockstep.report.phrases import percent, plural
 
 MOST_CLASSES = 24
@@ -97,6 +97,7 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
             "yaxis": {**ticks, "autorange": "reversed", "title": {"text": "class"}},
             "xaxis": {**ticks, "tickangle": -60, "title": {"text": "taken for"}},
         },
+        note="Right answers are left out.",
         height=max(400, min(640, 160 + 24 * len(classes))),
         wide=len(classes) > MOST_NAMED,
     )
@@ -118,7 +119,7 @@ def _show_images(found: MistakesFound, history: History) -> str:
         figures.append(
             f'<figure><img src="data:image/jpeg;base64,{data}" alt="Validation image {place + 1}: {escape(says)}" '
             f'title="{escape(worst.get("name", ""))}"><figcaption><b>{escape(label_name)}</b>'
-            f"<span>taken for {escape(taken)}{escape(sure)}</span></figcaption></figure>"
+            f"<span>taken for {escape(taken)}{tell(sure)}</span></figcaption></figure>"
         )
     if not figures:
         return ""
@@ -156,8 +157,9 @@ def tell_ledger(history: History) -> Section | None:
     if not epochs:
         return None
     wrong = [event.epoch + 1 for event in epochs if not event.ledger_ok]
+    which = "the one epoch" if len(epochs) == 1 else f"each of {len(epochs):,} epochs"
     lead = (
-        f"In each of {plural(len(epochs), 'epoch')} every sample was seen exactly once."
+        f"In {which} every sample was seen exactly once."
         if not wrong
         else f"{plural(len(wrong), 'epoch')} of {len(epochs)} did not see every sample exactly once."
     )

@@ -24,11 +24,11 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
         charts.append(draw_places(sweep, places, "steps_to"))
     bad = [row for row in rows if row.status in ("diverged", "failed")]
     done = sum(row.is_settled for row in rows)
-    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(_list_trials(rows))
+    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(list_trials(rows))
     sections = [
         Section("chart", "Results", charts=[chart for chart in charts if chart]),
         Section("table", "Best of each cell", body=build_table(best, name="places", is_whole=True)),
-        Section("trials", "Every trial", body=build_table(trials, name="trials-table")),
+        Section("trials", "Every trial", body=build_table(trials, name="trials-table", is_whole=True)),
     ]
     facts = f"{done} of {len(rows)} trials, {len(bad)} of them diverged or failed. Recipe {sweep.recipe}."
     facts += f" Commit {commit}." if commit else ""
@@ -108,7 +108,8 @@ def _draw(place: int, name: str, found: Sequence[tuple[Any, Spread]], is_share: 
     }
 
 
-def _list_trials(rows: Sequence[Row]) -> Numbers:
+def list_trials(rows: Sequence[Row]) -> Numbers:
+    """What every trial gave."""
     heads = [
         "trial",
         "settings",
@@ -122,6 +123,8 @@ def _list_trials(rows: Sequence[Row]) -> Numbers:
     ]
     heads += ["images/s", "time"]
     told = []
+    # Of a trial without an average that is the accuracy of its weights, which stands in the column before.
+    has_average = any(row.average_top1 != row.top1 for row in rows)
     for row in rows:
         trial = row.trial
         point = [f"{key.rpartition('.')[2]} {value}" for key, value in trial.point]
@@ -129,7 +132,7 @@ def _list_trials(rows: Sequence[Row]) -> Numbers:
             NONE if value is None else f"{factor * value:,.{digits}f}"
             for value, factor, digits in (
                 (row.top1, 100, 2),
-                (row.average_top1, 100, 2),
+                (row.average_top1 if has_average else None, 100, 2),
                 (row.best_top1, 100, 2),
                 (row.steps_to, 1, 0),
                 (row.seconds_to, 1, 1),

@@ -6,13 +6,13 @@ from typing import Any
 from lockstep.events import StartedUp, TimelineTaken
 from lockstep.report.history import History, Spent, find_timelines, measure_spent, number
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
-from lockstep.report.page.document import Section, escape
+from lockstep.report.page.document import Section, tell
 from lockstep.report.phrases import describe_spent, describe_startup, percent, plural
 from lockstep.report.verdict import judge
 
 KINDS = {
     "compute": ("computing", "--blue"),
-    "communication": ("exposed communication", "--orange"),
+    "communication": ("communication and waiting for other ranks", "--orange"),
     "input": ("waiting for input", "--green"),
     "evaluation": ("evaluation", "--purple"),
     "checkpoint": ("checkpoints", "--red"),
@@ -33,6 +33,7 @@ BESIDE_COLORS = {"input": "--green", "all-reduce": "--orange"}
 BESIDE_NAMES = {"input": "batch made", "all-reduce": "buffer summed"}
 MOST_RANKS, MOST_ROWS, MOST_ROWS_A_RANK = 8, 32, 10
 MOST_SPANS = 4000
+LEAST_SHARE = 5e-4  # of the time; less would be shown as 0.0 %
 
 
 def tell_spent(history: History) -> Section | None:
@@ -42,14 +43,14 @@ def tell_spent(history: History) -> Section | None:
     total = sum(totals.values())
     if total <= 0 or not any(one.compute for one in spent):
         return None
-    shown = [kind for kind in KINDS if totals[kind] > 0]
+    shown = [kind for kind in KINDS if totals[kind] > LEAST_SHARE * total]
     verdict = judge(history.parts[-1]).sentence()
     sentences = describe_spent(history.ended, verdict) if history.ended else [f"{verdict}."] * bool(verdict)
     sentences += [describe_startup(event) for event in history.parts[-1] if isinstance(event, StartedUp)]
-    body = "".join(f"<p>{escape(sentence)}</p>" for sentence in filter(None, sentences))
+    body = "".join(f"<p>{tell(sentence)}</p>" for sentence in filter(None, sentences))
     chart = Chart(
         name="spent",
-        title="Seconds by what they went to",
+        title="Seconds by what they would go to" if history.is_predicted else "Seconds by what they went to",
         says=f"Of {tell_time(total)}: "
         + ", ".join(f"{KINDS[kind][0]} {percent(totals[kind] / total)}" for kind in shown)
         + ".",
@@ -72,7 +73,8 @@ def tell_spent(history: History) -> Section | None:
             [[KINDS[kind][0], f"{totals[kind]:,.1f}", percent(totals[kind] / total)] for kind in shown],
         ),
     )
-    return Section("spent", "Where the time went", charts=[chart], body=body, short="Time")
+    title = "Where the time would go" if history.is_predicted else "Where the time went"
+    return Section("spent", title, charts=[chart], body=body, short="Time")
 
 
 def _draw_spent(kind: str, spent: list[Spent]) -> dict[str, Any]:
@@ -101,8 +103,8 @@ def tell_timeline(history: History) -> Section | None:
     first, steps = shown[0].first_step, shown[0].num_steps
     chart = Chart(
         name="timeline",
-        title=f"{plural(steps, 'step')} from step {first:,}",
-        says=_say_timeline(shown[0], total),
+        title=f"{plural(steps, 'step')}{', simulated' if history.is_predicted else f' from step {first:,}'}",
+        says=_say_timeline(shown[0], total, "would take" if history.is_predicted else "took"),
         traces=_draw_spans(spans, heights),
         layout={
             "barmode": "overlay",
@@ -222,11 +224,11 @@ def _sum_spans(timeline: TimelineTaken) -> dict[str, float]:
     return sums
 
 
-def _say_timeline(timeline: TimelineTaken, total: float) -> str:
+def _say_timeline(timeline: TimelineTaken, total: float, took: str) -> str:
     sums = _sum_spans(timeline)
     shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in sums.items()) if total > 0 else ""
     beside = f": {shares}" if shares else ""
-    return f"{plural(timeline.num_steps, 'step')} of rank {timeline.rank} took {total * 1e3:,.2f} ms{beside}."
+    return f"{plural(timeline.num_steps, 'step')} of rank {timeline.rank} {took} {total * 1e3:,.2f} ms{beside}."
 
 
 def _tell_lanes(shown: list[TimelineTaken]) -> Numbers:
