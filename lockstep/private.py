@@ -7,23 +7,24 @@ from pathlib import Path
 
 from lockstep.errors import SharedError
 
+WRITING = 0o022
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch's compiler keeps its code
 
 
-def make_private(folder: Path) -> None:
+def make_private(folder: Path, denied: int = 0o077) -> None:
     """Make a folder of ours alone, or see that it is one: others may write to the place where it lies."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    if not is_private(folder):
+    if not is_private(folder, denied):
         raise OSError(errno.EPERM, "others can write to it", str(folder))
 
 
-def is_private(folder: Path) -> bool:
-    """Whether nobody else can have put something into it."""
+def is_private(folder: Path, denied: int = 0o077) -> bool:
+    """Whether it is ours and others have none of these rights: by default they cannot even read it."""
     try:
         status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & denied
 
 
 def find_compiled() -> Path:
@@ -42,7 +43,7 @@ def guard_compiled() -> None:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        make_private(folder)
+        make_private(folder, WRITING)  # torch itself lets others read what it makes
     except OSError as error:
         raise SharedError(
             f"torch's compiler cannot keep its code in {folder} ({error.strerror or error}); set {COMPILED} to a "

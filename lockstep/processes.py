@@ -142,6 +142,15 @@ def is_spared(number: int) -> bool:
     return number in SPARED and signal.getsignal(number) is signal.SIG_IGN
 
 
+def start_hearing() -> None:
+    """Let the programs that this process starts hear what it was itself started to ignore; it goes on ignoring it.
+
+    A signal that is ignored stays so in them, one with a handler does not.
+    """
+    for number in filter(is_spared, SPARED):
+        signal.signal(number, lambda _number, _frame: None)
+
+
 def ignore_interrupts() -> None:
     """From here on there is nothing left to interrupt: an exception amid the interpreter's own end is only noise."""
     if threading.current_thread() is threading.main_thread():

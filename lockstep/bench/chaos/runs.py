@@ -21,6 +21,7 @@ from lockstep.bench.chaos.find import MARKER, POLL_S, find_processes, find_ranks
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.errors import LockstepError
 from lockstep.events import Event, StepDone, read_events
+from lockstep.processes import start_hearing
 
 TIMEOUT_S = 6.0  # comm.timeout_s of the runs
 READ_TIMEOUT_S = 3.0
@@ -71,6 +72,7 @@ class Place:
         self.cache = beside / "cache"
         self.site = beside / "site"
         self.site.mkdir()
+        start_hearing()  # faults are signals, also where this command runs in the background
         (self.site / "sitecustomize.py").write_text(hook.TEXT)
 
 
