@@ -221,7 +221,7 @@ def test_a_forged_number_of_classes_builds_nothing(copied: Path) -> None:
 
 
 def test_what_is_no_run_is_a_sentence(trained_run: Path, tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match="is not a run's folder"):
+    with pytest.raises(LockstepError, match="does not exist; name a run's folder"):
         load_run(tmp_path / "nowhere")
     with pytest.raises(LockstepError, match="is not a run's folder"):
         load_run(trained_run / "checkpoints")

@@ -109,9 +109,9 @@ def train(world: World, config: RunConfig, folder: Path, sleep_s: float) -> list
 
 
 def test_a_run_whose_input_is_slow_names_the_input(images: Path, tmp_path: Path) -> None:
-    settings = ["comm.tune_s=0.5", "train.duration=12st", "optim.warmup=0st", "data.decode_threads=1"]
+    settings = ["comm.tune_s=5", "train.duration=12st", "optim.warmup=0st", "data.decode_threads=1"]
     settings += ["train.eval_every=0st", "train.checkpoint_every=0st"]
-    heard, _ = run_ranks(train, 2, tiny_config(images, *settings), tmp_path, 0.015)
+    heard, _ = run_ranks(train, 2, tiny_config(images, *settings), tmp_path, 0.05)
     found = look_back(heard)
     assert found is not None
     assert "input was assumed never to be waited for, and steps waited " in found.sentence

@@ -62,10 +62,11 @@ class Page:
             )
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression, promises awaited."""
+        """The value of a JavaScript expression, promises awaited; spaces that break no line are spaces."""
         told = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in told, told["exceptionDetails"]
-        return told["result"].get("value")
+        value = told["result"].get("value")
+        return value.replace("\xa0", " ") if isinstance(value, str) else value
 
     def wait(self, expression: str, seconds: float = 30.0) -> Any:
         """Wait until an expression is true."""
