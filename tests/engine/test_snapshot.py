@@ -226,7 +226,7 @@ def test_a_folder_that_others_can_write_to_is_neither_used_nor_read(tmp_path: Pa
     link = find_memory(tmp_path / "other", RUN)
     link.symlink_to(elsewhere)
     assert not is_private(link)
-    with pytest.raises(OSError, match="somebody else"):
+    with pytest.raises(OSError, match="others can write to it"):
         make_private(link)
     clear_memory(link)
     assert elsewhere.exists()
