@@ -141,6 +141,10 @@ class DataConfig(Section):
     eval_resize: int = Field(
         default=256, ge=1, le=1 << 16, description="short side before the central crop at evaluation, in pixels"
     )
+    eval_flip: bool = Field(
+        default=False,
+        description="answer at evaluation by the mean of an image's logits and its mirror image's; takes twice as long",
+    )
     crop_area: Pair = Field(default=(0.08, 1.0), description="least and greatest share of the area a random crop keeps")
     crop_ratio: Pair = Field(
         default=(3 / 4, 4 / 3), description="least and greatest width over height of a random crop"

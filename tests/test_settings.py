@@ -79,7 +79,7 @@ def test_recipes_that_set_a_key_are_named_with_its_value() -> None:
 def test_settings_are_found_by_a_part_a_pattern_or_their_meaning() -> None:
     assert [setting.key for setting in find_settings("optim.lr")] == ["optim.lr"]
     assert {setting.key for setting in find_settings("*.beta?")} == {"optim.beta1", "optim.beta2"}
-    assert [setting.key for setting in find_settings("mirror")] == ["data.flip", "data.flip_in_turn"]
+    assert [setting.key for setting in find_settings("mirror")] == ["data.eval_flip", "data.flip", "data.flip_in_turn"]
     assert [setting.key for setting in find_settings("epochs")] == ["train.duration"]
     with pytest.raises(LockstepError, match=r"There is no key momentun; the nearest is optim\.momentum"):
         find_settings("momentun")

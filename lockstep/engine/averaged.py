@@ -36,7 +36,9 @@ def evaluate_both(
     ways: list[Way] = [contextlib.nullcontext]
     if parts.average:
         ways.append(build_way(parts, parts.average, world))
-    found = evaluate_ways(parts.model, batches, world, ways, parts.dtype, mistakes, parts.eval_loss)
+    found = evaluate_ways(
+        parts.model, batches, world, ways, parts.dtype, mistakes, parts.eval_loss, flip=parts.eval_flip
+    )
     return found[0], found[1] if parts.average else None
 
 

@@ -106,6 +106,7 @@ class Parts:
     clock: Clock
     loss: SummedLoss
     eval_loss: SummedLoss  # without smoothing
+    eval_flip: bool  # whether an evaluation also looks at each image's mirror image
     max_batch_per_rank: int | Fraction  # a larger share runs in several passes
 
 
@@ -215,6 +216,7 @@ def assemble(
         clock=Clock(world.device),
         loss=loss,
         eval_loss=eval_loss,
+        eval_flip=config.data.eval_flip,
         max_batch_per_rank=plan_passes(config.train, world.rank, world.size),
     )
 

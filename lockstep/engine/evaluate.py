@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.comm.world import World
 from lockstep.data.pipeline import Batch
@@ -36,6 +36,12 @@ class Accuracy:
         return self.correct5 / max(1, self.total)
 
 
+def answer(model: nn.Module, images: Tensor, flip: bool) -> Tensor:
+    """The network's logits; with `flip` the mean of those of each image and of its mirror image."""
+    logits: Tensor = model(images)
+    return (logits.float() + model(images.flip(3)).float()) / 2 if flip else logits
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -44,13 +50,15 @@ def evaluate(
     mistakes: Mistakes | None = None,
     loss: SummedLoss = cross_entropy_sum,
     averages: bool = True,
+    flip: bool = False,
 ) -> Accuracy:
     """Count right answers over `batches` of every rank, computed in `dtype`; leaves the model in training mode.
 
     `mistakes` takes note of every answer, where somebody wants to know. `averages` is for ranks whose batch-norm
-    statistics differ, as in training.
+    statistics differ, as in training. With `flip` an image is answered together with its mirror image.
     """
-    (accuracy,) = evaluate_ways(model, batches, world, (contextlib.nullcontext,), dtype, mistakes, loss, averages)
+    ways = (contextlib.nullcontext,)
+    (accuracy,) = evaluate_ways(model, batches, world, ways, dtype, mistakes, loss, averages, flip)
     return accuracy
 
 
@@ -64,6 +72,7 @@ def evaluate_ways(
     mistakes: Mistakes | None = None,
     loss: SummedLoss = cross_entropy_sum,
     averages: bool = True,
+    flip: bool = False,
 ) -> list[Accuracy]:
     """The same for a model with several sets of arrays, each batch made once; `mistakes` hears of the last way's."""
     counts = torch.zeros(len(ways), 3, dtype=torch.int64, device=world.device)
@@ -74,7 +83,7 @@ def evaluate_ways(
             images = batch.images.to(dtype)
             for number, way in enumerate(ways):
                 with way():
-                    logits = model(images)
+                    logits = answer(model, images, flip)
                 counts[number, :2] += count_correct(logits, batch.labels, (1, 5))
                 counts[number, 2] += len(batch.labels)
                 total_loss[number] += loss(logits, batch.labels)

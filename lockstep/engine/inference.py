@@ -33,6 +33,7 @@ from lockstep.engine.checkpoint import (
     read_checkpoint,
 )
 from lockstep.engine.counters import CLASSES, are_names
+from lockstep.engine.evaluate import answer
 from lockstep.engine.number_format import find_format
 from lockstep.engine.state_files import AVERAGE, MODEL
 from lockstep.errors import LockstepError
@@ -284,7 +285,8 @@ def predict(
     ):
         for batch in batches:
             if len(batch.samples):
-                chances = trained.network(batch.images.to(trained.dtype)).float().softmax(dim=1)
+                logits = answer(trained.network, batch.images.to(trained.dtype), config.data.eval_flip)
+                chances = logits.float().softmax(dim=1)
                 values, labels = (part.tolist() for part in chances.topk(top, dim=1))
                 for sample, of_image, places in zip(batch.samples.tolist(), values, labels, strict=True):
                     pairs = zip(places, of_image, strict=True)

@@ -115,7 +115,8 @@ def score(trained: TrainedNetwork, source: Source, world: World) -> Score | None
     """Evaluate on every sample of the source, shared by the world's ranks; None on all but the first."""
     mistakes = Mistakes(source, world)
     with build_eval_pipeline(trained.configure(), world, source) as batches:
-        accuracy = evaluate(trained.network, batches, world, trained.dtype, mistakes, averages=False)
+        flip = trained.config.data.eval_flip
+        accuracy = evaluate(trained.network, batches, world, trained.dtype, mistakes, averages=False, flip=flip)
         unreadable = [name for names in world.gather_values(list(batches.bad.values())) for name in names]
     trained.network.eval()
     answers, _ = mistakes.collect()

@@ -74,6 +74,7 @@ NAMES_ELSEWHERE: dict[str, tuple[str, ...]] = {
     "data.image_size = 224": (
         "img_size", "imgsz", "input_size", "crop_size", "train_crop_size", "resolution", "train_size",
     ),
+    "data.eval_flip = true": ("tta", "test_time_augmentation", "flip_test", "test_flip", "tta_flip"),
     "data.eval_resize = 256": ("val_resize_size", "resize_size", "eval_size", "val_size"),
     "data.crop_area = [0.08, 1.0]": ("scale", "rrc_scale", "crop_scale"),
     "data.crop_ratio = [0.75, 1.33]": ("ratio", "rrc_ratio"),

@@ -95,7 +95,8 @@ def _tell_accuracy(subject: Subject, history: History | None) -> str:
         )
     ahead = f" The weights are {plural(subject.step - last.step, 'step')} ahead." if last.step < subject.step else ""
     table = "\n".join(["| | | right answers |", "| --- | ---: | ---: |", *rows])
-    return f"## Accuracy\n\nOn the validation data, after step {last.step:,}.{ahead}\n\n{table}"
+    seen = ", of each image together with its mirror image" if subject.config.data.eval_flip else ""
+    return f"## Accuracy\n\nOn the validation data{seen}, after step {last.step:,}.{ahead}\n\n{table}"
 
 
 def _tell_training(subject: Subject, history: History | None) -> str:

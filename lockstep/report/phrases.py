@@ -205,6 +205,12 @@ def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: flo
     ]
 
 
+def looks_twice(start: RunStarted | None) -> bool:
+    """Whether an evaluation answered each image together with its mirror image."""
+    data = start.config.get("data") if start else None
+    return isinstance(data, dict) and data.get("eval_flip") is True
+
+
 def describe_result(
     ended: RunEnded,
     start: RunStarted | None,
@@ -220,7 +226,8 @@ def describe_result(
     if ended.reason:
         rows.append(("reason", ended.reason))
     if evaluated:
-        rows.append(("top-1", f"{percent(evaluated.top1)}  ({evaluated.correct1:,} of {evaluated.total:,})"))
+        mirror = ", each with its mirror image" if looks_twice(start) else ""
+        rows.append(("top-1", f"{percent(evaluated.top1)}  ({evaluated.correct1:,} of {evaluated.total:,}{mirror})"))
     if evaluated and evaluated.top5 is not None:
         rows.append(("top-5", f"{percent(evaluated.top5)}  ({evaluated.correct5:,} of {evaluated.total:,})"))
     if evaluated and (average := see_average(evaluated)):

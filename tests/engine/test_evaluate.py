@@ -9,22 +9,23 @@ import torch
 from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.engine.build import build_eval_pipeline, build_network, open_sources
-from lockstep.engine.evaluate import evaluate
+from lockstep.engine.evaluate import answer, evaluate
 from lockstep.engine.statistics import averaged_statistics
 from tests.engine.conftest import NUM_VAL, tiny_config
 from tests.ranks import run_ranks
 
 
-def classify(world: World, config: RunConfig) -> tuple[Any, list[int]]:
+def classify(world: World, config: RunConfig, flip: bool = False) -> tuple[Any, list[int]]:
     """Evaluate a network whose weights are random but the same everywhere."""
     sources = open_sources(config.data)
     model = build_network(config, len(sources.train.classes))
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) * 0.1)
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape) * (3 / parameter[0].numel()) ** 0.5)
     with build_eval_pipeline(config, world, sources.val) as batches:
-        result = evaluate(model, batches, world)
+        result = evaluate(model, batches, world, flip=flip)
         seen = [int(sample) for batch in batches for sample in batch.samples]
     assert model.training
     return result, seen
@@ -36,12 +37,33 @@ def test_every_validation_sample_counts_once_whatever_the_rank_count(images: Pat
     assert alone.total == NUM_VAL
     assert sorted(everything) == list(range(NUM_VAL))
     assert alone.correct1 <= alone.correct5 <= alone.total
+    assert alone.correct5 != NUM_VAL // 2  # which is what one and the same answer to all would come to
     for size in (2, 3):
         results = run_ranks(classify, size, config)
         assert sorted(sample for _, seen in results for sample in seen) == list(range(NUM_VAL))
         for result, _ in results:
             assert (result.correct1, result.correct5, result.total) == (alone.correct1, alone.correct5, alone.total)
             assert np.isclose(result.loss, alone.loss, rtol=1e-6)
+
+
+def test_mirror_images_change_the_counts_alike_on_any_number_of_ranks(images: Path) -> None:
+    config = tiny_config(images)
+    alone, mirrored = (run_ranks(classify, 1, config, flip)[0][0] for flip in (False, True))
+    assert mirrored.total == NUM_VAL
+    assert mirrored.loss != alone.loss
+    for result, _ in run_ranks(classify, 2, config, True):
+        assert (result.correct1, result.correct5) == (mirrored.correct1, mirrored.correct5)
+        assert np.isclose(result.loss, mirrored.loss, rtol=1e-6)
+
+
+def test_an_image_and_its_mirror_image_are_answered_alike() -> None:
+    network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 4 * 6, 5)).double()
+    images = torch.randn(2, 3, 4, 6, dtype=torch.float64)
+    flipped = torch.from_numpy(np.ascontiguousarray(images.numpy()[..., ::-1]))
+    both = answer(network, images, flip=True)
+    assert torch.allclose(both, answer(network, flipped, flip=True))
+    assert torch.allclose(both.double(), (network(images) + network(flipped)) / 2, atol=1e-6)
+    assert torch.equal(answer(network, images, flip=False), network(images))
 
 
 def average(world: World) -> list[tuple[list[float], list[float], int]]:

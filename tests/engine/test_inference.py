@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from lockstep.config import to_toml
@@ -33,7 +33,11 @@ def copied(trained_run: Path, tmp_path: Path) -> Path:
 
 def look_by_hand(run: Path, file: Path) -> torch.Tensor:
     """Probabilities by Pillow, NumPy in FP64 and a network whose weights were loaded by PyTorch."""
-    image = Image.open(file).convert("RGB")
+    return torch.softmax(answer_by_hand(run, Image.open(file).convert("RGB")), dim=1)[0]
+
+
+def answer_by_hand(run: Path, image: Image.Image) -> torch.Tensor:
+    """The logits of one image."""
     side = min(image.size) * 32 / 36
     left, top = (image.width - side) / 2, (image.height - side) / 2
     image = image.resize((32, 32), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
@@ -42,7 +46,8 @@ def look_by_hand(run: Path, file: Path) -> torch.Tensor:
     network = build_network(config, 10).double().eval()
     network.load_state_dict(load_file(list_checkpoints(run / "checkpoints")[0] / "model.safetensors"))
     with torch.no_grad():
-        return torch.softmax(network(torch.from_numpy(pixels).permute(2, 0, 1)[None]), dim=1)[0]
+        logits: torch.Tensor = network(torch.from_numpy(pixels).permute(2, 0, 1)[None])
+    return logits
 
 
 def test_an_image_gets_the_probabilities_worked_out_by_hand(
@@ -59,6 +64,23 @@ def test_an_image_gets_the_probabilities_worked_out_by_hand(
         assert guess.probability == pytest.approx(float(expected[guess.label]), abs=1e-5)
         assert trained.classes[guess.label] == guess.name
     assert {guess.name for guess in answer.guesses} >= set(STRANGE.values())
+
+
+def test_with_its_mirror_image_an_image_gets_the_mean_of_both_logits(
+    copied: Path, named_images: Path, tmp_path: Path
+) -> None:
+    config = load_run(copied).config
+    mirrored = config.model_copy(update={"data": config.data.model_copy(update={"eval_flip": True})})
+    (copied / "config.toml").write_text(to_toml(mirrored))
+    image = Image.open(next((named_images / "val" / "star").iterdir())).convert("RGB").resize((57, 41))
+    image.save(tmp_path / "star.png")
+    sides = [answer_by_hand(copied, image), answer_by_hand(copied, ImageOps.mirror(image))]
+    assert not torch.allclose(*sides, atol=1e-3)
+    expected = torch.softmax((sides[0] + sides[1]) / 2, dim=1)[0]
+    (answer,) = predict(load_run(copied), [tmp_path / "star.png"], top=10)
+    assert len(answer.guesses) == 10
+    for guess in answer.guesses:
+        assert guess.probability == pytest.approx(float(expected[guess.label]), abs=1e-5)
 
 
 def test_names_lie_in_every_checkpoint_and_in_the_records(trained_run: Path, named_images: Path) -> None:

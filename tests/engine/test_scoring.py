@@ -24,6 +24,22 @@ from tests.engine.conftest import NUM_VAL, make_run, tiny_config
 from tests.ranks import run_ranks, world_of_one
 
 
+def train(images: Path, folder: Path, *settings: str) -> Evaluated:
+    """What a run of two steps last said of its accuracy."""
+    heard: list[Event] = []
+
+    class Ear(SilentSink):
+        def emit(self, event: Event) -> None:
+            heard.append(event)
+
+    def open_sink(world: World, folder: Path) -> Sink:
+        return Ear()
+
+    config = tiny_config(images, "train.duration=2st", "optim.warmup=0st", *settings)
+    run_rank(config, "tiny", folder, resume=False, membership=None, open_sink=open_sink)
+    return [event for event in heard if isinstance(event, Evaluated)][-1]
+
+
 def measure(run: Path, data: Any = None) -> Score:
     trained = load_run(run)
     result = score(trained, open_scored(trained, data), world_of(trained.device))
@@ -41,20 +57,22 @@ def test_the_counts_are_those_of_the_runs_last_evaluation(trained_run: Path) -> 
 
 
 def test_so_they_are_in_half_precision(images: Path, tmp_path: Path) -> None:
-    heard: list[Event] = []
-
-    class Ear(SilentSink):
-        def emit(self, event: Event) -> None:
-            heard.append(event)
-
-    def open_sink(world: World, folder: Path) -> Sink:
-        return Ear()
-
-    config = tiny_config(images, "precision.compute=bf16", "train.duration=2st", "optim.warmup=0st")
-    run_rank(config, "tiny", tmp_path, resume=False, membership=None, open_sink=open_sink)
-    told = [event for event in heard if isinstance(event, Evaluated)][-1]
+    told = train(images, tmp_path, "precision.compute=bf16")
     found = measure(tmp_path).accuracy
     assert (found.correct1, found.correct5, found.loss) == (told.correct1, told.correct5, told.loss)
+
+
+def test_a_run_that_looks_at_mirror_images_is_measured_so_again(images: Path, tmp_path: Path) -> None:
+    """Both its weights and their average."""
+    told = train(images, tmp_path, "data.eval_flip=true", "optim.average=0.5")
+    for average, counts in ((True, (told.average_correct1, told.average_loss)), (False, (told.correct1, told.loss))):
+        trained = load_run(tmp_path, average=average)
+        plain = replace(trained, config=trained.configure(eval_flip=False))
+        found, other = (score(one, open_scored(one), world_of_one()) for one in (trained, plain))
+        assert found is not None
+        assert other is not None
+        assert (found.accuracy.correct1, found.accuracy.loss) == counts
+        assert found.accuracy.loss != other.accuracy.loss
 
 
 def test_classes_and_confusion_add_up_to_what_each_image_is_taken_for(trained_run: Path, named_images: Path) -> None:

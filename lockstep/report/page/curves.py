@@ -8,7 +8,7 @@ from lockstep.events import CheckpointSaved, Evaluated
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
 from lockstep.report.page.log_axis import build_log_axis
-from lockstep.report.phrases import count, percent, plural
+from lockstep.report.phrases import count, looks_twice, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
 MOST_ROWS, MOST_EVALUATIONS = 12, 60  # of a table of numbers
@@ -93,6 +93,7 @@ def draw_accuracy(history: History) -> Chart | None:
             f"at step {best[0].step:,}, after {tell_time(best[0].wall_s)}"
         )
         says += [f"that of the averaged weights ended at {percent(averaged[-1][1])}"] if averaged else []
+        says += ["each image was answered together with its mirror image"] if looks_twice(history.start) else []
     elif trained:
         says.append(f"Top-1 on training batches ended at {percent(trained[-1][1])}; no evaluation was made")
     return Chart(
