@@ -234,12 +234,17 @@ class MistakesFound(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved(Event):
-    """A checkpoint is complete on disk."""
+    """A checkpoint is complete on disk, since `time_s`; it may be told some steps later."""
 
     step: int
     path: str
     bytes: int
-    seconds: float
+    seconds: float  # that steps waited for it
+    write_s: float | None = None  # that it took to write, while steps went on; None where they all waited
+
+    @property
+    def took_s(self) -> float:
+        return self.seconds if self.write_s is None else self.write_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -149,7 +149,23 @@ def save_state(
     drop_later: bool = False,
     classes: Sequence[str] = (),
 ) -> Saved | None:
-    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone.
+    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
+    write = prepare_checkpoint(folder, state, parts, world, order, keep=keep, drop_later=drop_later, classes=classes)
+    return write() if write else None
+
+
+def prepare_checkpoint(
+    folder: Path,
+    state: State,
+    parts: Parts,
+    world: World,
+    order: Mapping[str, Any],
+    *,
+    keep: int,
+    drop_later: bool = False,
+    classes: Sequence[str] = (),
+) -> Callable[[], Saved] | None:
+    """What writes a checkpoint of this moment, whenever it is called, on rank 0 (None elsewhere); all must call this.
 
     `classes` are the names of what the network tells apart, for those who use it later.
     """
@@ -157,7 +173,9 @@ def save_state(
         if not world.is_first:
             return None
         counters |= name_classes(classes)
-        return save_checkpoint(folder, state.step, files, counters, keep=keep, drop_later=drop_later)
+        # Copies already, but on the device; from here on nobody waits for it.
+        on_host = {name: {key: array.cpu() for key, array in arrays.items()} for name, arrays in files.items()}
+    return partial(save_checkpoint, folder, state.step, on_host, counters, keep=keep, drop_later=drop_later)
 
 
 @contextmanager

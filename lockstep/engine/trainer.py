@@ -143,6 +143,8 @@ class Trainer:
         except BaseException as error:
             if self.world.pulse:
                 self.world.pulse.is_ending = True
+            with contextlib.suppress(Exception):  # this error is the one to tell
+                self.keeper.settle()
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
                 self.keeper.drop_snapshots()
             self._say_ended("failed", start, reason=str(error))
@@ -312,6 +314,7 @@ class Trainer:
     def _follow_up(self, batch: Batch, pipeline: TrainPipeline, stopping: bool) -> None:
         """What is due between two steps."""
         train = self.config.train
+        self.keeper.look()
         if batch.cursor.epoch > batch.epoch:
             self._certify(batch.epoch, pipeline)
         # The checkpoint first: whatever an evaluation meets, the steps are safe.

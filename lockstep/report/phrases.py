@@ -27,6 +27,7 @@ from lockstep.report.averages import see_average
 from lockstep.report.useful_batch import UsefulBatch, describe_useful_batch
 
 LONG_START_S = 5.0  # worth a line
+NOTABLE_WAIT_S = 0.05  # worth a word
 LEAST_IN_MILLIONS = 10_000  # parameters; fewer are counted one by one
 SILENT_S = 60.0  # without a record, after which a run may be gone
 
@@ -109,13 +110,23 @@ def _describe_line(event: Event) -> str:
         case StartedUp():
             return describe_startup(event)
         case CheckpointSaved():
-            return f"checkpoint at step {event.step:,}  ({size(event.bytes)} in {event.seconds:.1f} s)"
+            return f"checkpoint at step {event.step:,}  ({size(event.bytes)} {describe_writing(event)})"
         case Notice():
             who = f"rank {event.rank}: " if event.rank else ""
             return f"{'warning: ' if event.level == 'warning' else ''}{who}{event.text}"
         case EpochDone() if not event.ledger_ok:
             return f"warning: epoch {event.epoch + 1} did not see every sample exactly once"
     return ""
+
+
+def describe_writing(event: CheckpointSaved) -> str:
+    """How long a checkpoint took, and whether steps went on meanwhile."""
+    took = f"in {event.took_s:.1f} s"
+    if event.write_s is None:
+        return took
+    return (
+        f"{took}, steps waited {event.seconds:.1f} s" if event.seconds >= NOTABLE_WAIT_S else f"{took} beside the steps"
+    )
 
 
 def describe_startup(event: StartedUp) -> str:

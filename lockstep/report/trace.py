@@ -75,11 +75,12 @@ def _spread(spans: Iterable[dict[str, Any]]) -> list[tuple[str, int, dict[str, A
 
 def _place_event(event: Event, start_s: float) -> list[Entry]:
     match event:
-        case Evaluated() | CheckpointSaved():
-            is_check = isinstance(event, CheckpointSaved)
-            name, about = ("checkpoint", {}) if is_check else ("evaluate", {"top1": event.top1})  # type: ignore[union-attr]
-            begun_s = event.time_s - event.seconds - start_s
-            return [_span(name, RUN, 1, begun_s, event.seconds, {"step": event.step, **about})]
+        case Evaluated():
+            about = {"step": event.step, "top1": event.top1}
+            return [_span("evaluate", RUN, 1, event.time_s - event.seconds - start_s, event.seconds, about)]
+        case CheckpointSaved():  # a thread of its own, as it is written beside whatever else goes on
+            about = {"step": event.step, "waited_s": event.seconds}
+            return [_span("checkpoint", RUN, 2, event.time_s - event.took_s - start_s, event.took_s, about)]
         case StepDone():
             numbers = {"loss": event.loss, "lr": event.lr, "images/s": event.images_per_second}
             return [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep.events import AnchorTaken, Event, Notice, StartedUp
+from lockstep.events import AnchorTaken, CheckpointSaved, Event, Notice, StartedUp
 from lockstep.plan.choose import PLAIN, explain_choice
 from lockstep.plan.plan import Execution
 from lockstep.plan.profile import Trial
@@ -267,6 +267,19 @@ def test_preparation_in_a_terminal_is_one_line_redrawn() -> None:
 def test_an_anchor_tells_its_grid_and_how_far_offsets_had_reached(told: dict[str, Any], expected: str) -> None:
     values: dict[str, Any] = {"step": 4, "samples": 130, "seconds": 0.5, "loss": 2.3, "gradient_norm": 0.4}
     assert f"anchor at step 4: loss 2.3, {expected}" in describe(AnchorTaken(**values, ledger="", **told))[0]
+
+
+@pytest.mark.parametrize(
+    ("write_s", "seconds", "expected"),
+    [
+        (None, 3.0, "in 3.0 s"),
+        (3.0, 0.02, "in 3.0 s beside the steps"),
+        (3.0, 0.4, "in 3.0 s, steps waited 0.4 s"),
+    ],
+)
+def test_a_checkpoint_tells_whether_steps_went_on(write_s: float | None, seconds: float, expected: str) -> None:
+    event = CheckpointSaved(step=10, path="step-10", bytes=6_100_000, seconds=seconds, write_s=write_s)
+    assert describe(event) == [f"checkpoint at step 10  (6.1 MB {expected})"]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def test_spans_of_one_thread_never_overlap_and_ranks_begin_together() -> None:
     assert begins == [5_200_000.0, 5_200_000.0]
     (evaluation,) = (entry for entry in spans if entry["name"] == "evaluate")
     assert (evaluation["ts"], evaluation["dur"]) == (6_000_000.0, 2_000_000.0)
-    assert any(entry["name"] == "checkpoint" for entry in spans)
+    (checkpoint,) = (entry for entry in spans if entry["name"] == "checkpoint")
+    assert checkpoint["tid"] != evaluation["tid"]  # it is written while others go on
 
 
 def test_the_command_writes_beside_the_run(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from lockstep.events import CheckpointSaved, Evaluated
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
 from lockstep.report.page.log_axis import build_log_axis
-from lockstep.report.phrases import count, looks_twice, percent, plural
+from lockstep.report.phrases import count, describe_writing, looks_twice, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
 MOST_ROWS, MOST_EVALUATIONS = 12, 60  # of a table of numbers
@@ -215,7 +215,7 @@ def draw_throughput(history: History) -> Chart | None:
 def _describe_mark(event: Evaluated | CheckpointSaved) -> str:
     if isinstance(event, Evaluated):
         return f"top-1 {percent(event.top1)}, in {event.seconds:.1f} s"
-    return f"step {event.step:,}, in {event.seconds:.1f} s"
+    return f"step {event.step:,}, {describe_writing(event)}"
 
 
 def _draw_events(name: str, events: Told, told: Told, marker: dict[str, Any]) -> dict[str, Any]:
