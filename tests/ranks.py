@@ -25,7 +25,7 @@ Backend = Literal["gloo", "nccl"]
 context = multiprocessing.get_context("forkserver")
 # It must not touch CUDA, which works in no process forked afterwards; importing does not.
 context.set_forkserver_preload(
-    ["lockstep.engine.run", "lockstep.engine.launch", "lockstep.cli", "pytest", "hypothesis"]
+    ["lockstep.engine.run", "lockstep.engine.launch", "lockstep.cli", "pytest", "hypothesis", "tests.ahead"]
 )
 
 
