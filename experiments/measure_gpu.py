@@ -43,7 +43,7 @@ MEASUREMENTS = (
     Measurement("kernels", "bench kernels --no-compile", 240),
     Measurement("input", "bench input {folder} --train resnet50 --batch 256 --seconds 60", 300, "photos"),
     Measurement("ddp-2", "bench step --against ddp --ranks 2 --batch 64 --rounds 7 --round-s 0.4", 480),
-    Measurement("ddp-4", "bench step --against ddp --ranks 4 --batch 512 --rounds 5 --round-s 1", 540),
+    Measurement("ddp-4", "bench step --against ddp --ranks 4 --batch 512 --rounds 3 --round-s 1", 590),
     Measurement("overlap", "bench overlap --rounds 6", 180),
     Measurement("instruments", "bench instruments --model resnet50 --batch 64 --image-size 224", 180),
     Measurement("chaos-2", "bench chaos --backend nccl --ranks 2 --faults 25 --seed 601", 540),

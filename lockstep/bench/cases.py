@@ -141,7 +141,7 @@ def open_ddp(case: Case, world: World, batch: Batch, setting: ddp.Setting, *, co
     if compiled or world.device.type == "cuda":
         # Compilers and memory fail here, where no other rank waits for a message.
         with wrapped.no_sync():
-            _torch_loss(model, batch, case.precision).backward()
+            compute_loss(model, batch, case.precision).backward()
     yield _torch_step(model, batch, case.precision)
 
 
@@ -241,14 +241,14 @@ def _torch_step(model: nn.Module, batch: Batch, precision: Precision) -> Step:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with _usual_sums() if precision in HALF else nullcontext():
-            scaler.scale(_torch_loss(model, batch, precision)).backward()
+            scaler.scale(compute_loss(model, batch, precision)).backward()
         scaler.step(optimizer)
         scaler.update()
 
     return step
 
 
-def _torch_loss(model: nn.Module, batch: Batch, precision: Precision) -> torch.Tensor:
+def compute_loss(model: nn.Module, batch: Batch, precision: Precision) -> torch.Tensor:
     """The mean loss, under autocast where the precision is half."""
     half = HALF.get(precision)
     with torch.autocast(batch.images.device.type, half) if half else nullcontext():

@@ -1,21 +1,18 @@
 """A whole training step beside PyTorch's own: DistributedDataParallel on several ranks, a bare loop on one.
 
 All sides hold the same network, batch and update rule, are tuned for about the same time, and take turns in one
-process, so that the machine's noise falls on all; what counts is the median of the ratios of each round. Sides that
-do not fit into memory together are built for each turn and taken down after it. Where there are GPUs, ranks have one
-each or share one (`shared_gpu.py`), and DDP takes part compiled as well.
+process, so that the machine's noise falls on all; what counts is the median of the ratios of each round. Where sides
+do not fit into memory together, some are built for each turn and taken down after it (`step_memory.py`). Where there
+are GPUs, ranks have one each or share one (`shared_gpu.py`), and DDP takes part compiled as well.
 """
 
 import contextlib
-import ctypes
-import gc
 import json
 import os
-import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +41,7 @@ from lockstep.bench.cases import (
 )
 from lockstep.bench.results import check_files, write_rows
 from lockstep.bench.shared_gpu import describe_rank
+from lockstep.bench.step_memory import choose_kept, give_back_memory, measure_pass
 from lockstep.bench.step_report import build_tables, write_chart
 from lockstep.bench.turns import first_line
 from lockstep.bench.virtual import VirtualCluster, fork_ranks
@@ -65,9 +63,6 @@ GPU_MODEL, GPU_BATCH, GPU_IMAGE_SIZE = "resnet50", 256, 224
 FIRST_STEPS = 6  # of a side on a GPU, before its turns: kernels are chosen, memory is found
 # DDP's settings are tried in turns: at least so many, at most so many.
 MIN_TURNS, MAX_TURNS = 3, 9
-# Weights, gradients and momentum of each side; half of the free memory is left to activations and to others.
-ARRAYS_PER_SIDE = 3
-MEMORY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -129,7 +124,7 @@ def measure_case(
     """Tune the sides, then let them take turns; every rank calls it and gets the same rows."""
     set_number_formats(PrecisionConfig(compute=case.precision))
     batch = fake_batch(case, world)
-    num_bytes = count_gradient_bytes(case)
+    num_bytes, pass_bytes = count_gradient_bytes(case), measure_pass(case, world, batch)
     ours = Lockstep(case, world, batch)
     sides: dict[str, Opener] = {}
     settings: dict[str, str] = {}
@@ -137,7 +132,7 @@ def measure_case(
     if world.size == 1:
         sides["bare loop"], settings["bare loop"] = partial(open_bare, case, world, batch), "fused SGD"
     else:
-        tuned = tune_ddp(case, world, batch, num_bytes, round_s, say)
+        tuned = tune_ddp(case, world, batch, num_bytes, pass_bytes, round_s, say)
         for name, (setting, is_compiled) in list_ddp_sides(tuned, compiled and world.device.type == "cuda").items():
             sides[name] = partial(open_ddp, case, world, batch, setting, compiled=is_compiled)
             settings[name] = str(setting)
@@ -145,9 +140,10 @@ def measure_case(
     if world.size > 1 and world.device.type == "cuda":
         apart = {name: Lockstep(case, world, batch, pins) for name, pins in APART.items()}
         sides |= {name: side.open for name, side in apart.items()}
-    fits = fit_together(world, len(sides), num_bytes)
-    say(f"{len(sides)} sides take {rounds} turns each, {'all in memory' if fits else 'one in memory at a time'}")
-    times = take_turns(sides, world, rounds=rounds, round_s=round_s, together=fits, say=say)
+    recorded = {"lockstep", *(name for name, pins in APART.items() if pins.cuda_graph == "on")}
+    kept = choose_kept(list(sides), recorded, num_bytes, pass_bytes, world)
+    say(f"{len(sides)} sides take {rounds} turns each, {f'{len(kept)} of them' if kept else 'none'} kept in memory")
+    times = take_turns(sides, world, rounds=rounds, round_s=round_s, kept=kept, say=say)
     if "lockstep" not in times:
         raise LockstepError("Lockstep's own side failed, as said above, and there is nothing to compare with.")
     for line in ours.trials:
@@ -165,7 +161,9 @@ def list_ddp_sides(tuned: ddp.Setting, compiled: bool) -> dict[str, tuple[ddp.Se
     return sides | ({"ddp tuned compiled": (tuned, True)} if compiled else {})
 
 
-def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: float, say: Say) -> ddp.Setting:
+def tune_ddp(
+    case: Case, world: World, batch: Batch, num_bytes: int, pass_bytes: int, round_s: float, say: Say
+) -> ddp.Setting:
     """DDP's quickest setting: bucket sizes first, then with and without views, and sent in half; rank 0 decides.
 
     In half only where we send half gradients, too.
@@ -175,19 +173,20 @@ def tune_ddp(case: Case, world: World, batch: Batch, num_bytes: int, round_s: fl
         openers: dict[str, Opener] = {
             str(setting): partial(open_ddp, case, world, batch, setting, compiled=False) for setting in settings
         }
-        fits = fit_together(world, len(settings), num_bytes)
-        say(f"DDP: {len(settings)} settings for {budget_s:.0f} s or more, {MIN_TURNS if fits else 1} turns at least")
+        kept = choose_kept(list(openers), (), num_bytes, pass_bytes, world)
+        min_rounds = MIN_TURNS if kept else 1
+        say(f"DDP: {len(settings)} settings for {budget_s:.0f} s or more, {min_rounds} turns at least")
         times = take_turns(
             openers,
             world,
             rounds=MAX_TURNS,
             round_s=round_s / 2,
-            together=fits,
+            kept=kept,
             budget_s=budget_s,
-            min_rounds=MIN_TURNS if fits else 1,
+            min_rounds=min_rounds,
             say=say,
         )
-        _give_back_memory()
+        give_back_memory()
         working = [setting for setting in settings if str(setting) in times]
         if not working:
             raise LockstepError("DDP failed in every setting, as said above; ask for a smaller --batch or fewer ranks.")
@@ -208,28 +207,35 @@ def take_turns(
     *,
     rounds: int,
     round_s: float,
-    together: bool,
+    kept: Sequence[str],
     budget_s: float = float("inf"),
     min_rounds: int = 1,
     say: Say = lambda line: None,
 ) -> dict[str, list[float]]:
-    """Seconds per step of each side that can, over rounds in which each runs for about `round_s`."""
+    """Seconds per step of each side that can, over rounds in which each runs for about `round_s`.
+
+    Those that are not `kept` in memory are opened for each turn, and after every turn memory is given back.
+    """
     times: dict[str, list[float]] = {name: [] for name in sides}
     counts: dict[str, int] = {}
     with contextlib.ExitStack() as stack:
         steps: dict[str, Step] = {}
-        for name, opener in sides.items() if together else ():
-            if step := _open_side(name, opener, stack, world, say):
+        for name in kept:
+            if step := _open_side(name, sides[name], stack, world, say):
                 steps[name] = step
             else:
                 del times[name]
+            if len(kept) < len(sides):
+                give_back_memory()
         start = time.perf_counter()
         for number in range(rounds):
             if number >= min_rounds and world.broadcast_value(time.perf_counter() - start > budget_s):
                 break
             for name in list(times):
-                if together:
+                if name in kept:
                     times[name].append(_take_turn(steps[name], name, counts, world, round_s))
+                    if len(kept) < len(sides):
+                        give_back_memory()
                 elif (seconds := _open_and_take_turn(name, sides[name], counts, world, round_s, say)) is not None:
                     times[name].append(seconds)
                     say(f"{name}: {seconds * 1e3:,.0f} ms a step, round {number + 1} of {rounds}")
@@ -269,40 +275,8 @@ def _open_and_take_turn(
         step = _open_side(name, opener, stack, world, say)
         seconds = _take_turn(step, name, counts, world, round_s) if step else None
     del step
-    _give_back_memory()
+    give_back_memory()
     return seconds
-
-
-def fit_together(world: World, num_sides: int, num_bytes: int) -> bool:
-    """Whether so many sides of all ranks on this host fit into its memory, or its GPU's; rank 0 decides for all."""
-    num_neighbours = world.gather_values(socket.gethostname()).count(socket.gethostname())
-    one_side = num_neighbours * ARRAYS_PER_SIDE * num_bytes
-    free = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else read_available_bytes()
-    fits, fits_alone = world.broadcast_value((num_sides * one_side <= MEMORY_SHARE * free, one_side <= free))
-    if not fits_alone:
-        raise LockstepError(
-            f"{num_neighbours} ranks need more than {one_side / 1e9:.1f} GB on this host, of which {free / 1e9:.1f} GB "
-            "are free; ask for fewer ranks or a smaller network."
-        )
-    return bool(fits)
-
-
-def _give_back_memory() -> None:
-    """Return what a closed side held to the system, or the next one would come on top of it."""
-    gc.collect()  # hooks and parameters hold each other
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # only glibc keeps it, and only glibc has this
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def read_available_bytes(meminfo: Path = Path("/proc/meminfo")) -> float:
-    """Memory that could be had without swapping; without end where the system does not tell."""
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return float("inf")
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
 
 
 def run_parent(

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import io
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from lockstep.bench import cases, ddp
+from lockstep.bench import cases, ddp, step_memory
 from lockstep.bench import step as bench
 from lockstep.bench.cases import (
     Case,
@@ -39,9 +39,7 @@ from lockstep.bench.step import (
     Row,
     Wanted,
     choose_device,
-    fit_together,
     measure_case,
-    read_available_bytes,
     run_parent,
     take_turns,
 )
@@ -68,7 +66,7 @@ def measure(world: World, free_bytes: float, case: Case = TINY) -> tuple[list[Ro
     ddp.build_backend = lambda setting: run_graph  # type: ignore[assignment]
     bench.TUNE_S = cases.TUNE_S = 0.5  # type: ignore[misc]
     ddp.CAPS_MB = (1, 25)
-    bench.read_available_bytes = lambda: free_bytes  # type: ignore[assignment,misc]
+    step_memory.read_available_bytes = lambda: free_bytes  # type: ignore[assignment,misc]
     lines: list[str] = []
     return measure_case(case, world, rounds=3, round_s=0.005, say=lines.append), lines
 
@@ -85,7 +83,8 @@ def test_every_side_gets_a_row_that_all_ranks_agree_on(size: int, free_bytes: fl
     answers = run_ranks(measure, size, free_bytes)
     rows, lines = answers[0]
     assert [row.side for row in rows] == sides
-    assert f"{len(sides)} sides take 3 turns each, {'all' if free_bytes > 1e9 else 'one'} in memory" in "\n".join(lines)
+    num_kept = f"{len(sides)} of them" if free_bytes > 1e9 else "none"
+    assert f"{len(sides)} sides take 3 turns each, {num_kept} kept in memory" in lines
     for row in rows:
         assert (row.case, row.ranks, row.rounds) == ("tiny", size, 3)
         assert 0 < row.median_s < 60
@@ -97,9 +96,19 @@ def test_every_side_gets_a_row_that_all_ranks_agree_on(size: int, free_bytes: fl
     assert {tuple(row.setting for row in other) for other, _ in answers} == {tuple(row.setting for row in rows)}
 
 
+def measure_where_recordings_are_too_large(world: World) -> tuple[list[Row], list[str]]:
+    def keep(sides: Sequence[str], recorded: Container[str], *_: Any) -> tuple[str, ...]:
+        return tuple(side for side in sides if side not in recorded)
+
+    bench.choose_kept = keep  # type: ignore[assignment]
+    return measure(world, 1e12, TINY_HALF)
+
+
 @pytest.mark.gpu
-def test_on_gpus_ddp_takes_part_compiled_as_well() -> None:
-    answers = run_ranks(measure, 2, 1e12, TINY_HALF, backend="nccl", timeout_s=240)
+@pytest.mark.parametrize("is_short", [False, True])
+def test_on_gpus_ddp_takes_part_compiled_as_well(is_short: bool) -> None:
+    how: Any = (measure_where_recordings_are_too_large, 2) if is_short else (measure, 2, 1e12, TINY_HALF)
+    answers = run_ranks(*how, backend="nccl", timeout_s=240)
     rows, lines = answers[0]
     # The recording that overlaps, and what it has to beat: either half of it alone.
     own = ["lockstep", "lockstep, launched", "lockstep, sent after"]
@@ -210,7 +219,7 @@ def test_each_setting_is_compiled_for_itself() -> None:
     assert 0 < large < small == view
 
 
-def fail_on_one_rank(world: World, together: bool) -> tuple[list[str], list[str]]:
+def fail_on_one_rank(world: World, are_kept: bool) -> tuple[list[str], list[str]]:
     lines: list[str] = []
 
     @contextmanager
@@ -220,13 +229,13 @@ def fail_on_one_rank(world: World, together: bool) -> tuple[list[str], list[str]
         yield world.barrier
 
     openers: dict[str, Opener] = {"good": partial(open_side, False), "bad": partial(open_side, True)}
-    times = take_turns(openers, world, rounds=2, round_s=0, together=together, say=lines.append)
+    times = take_turns(openers, world, rounds=2, round_s=0, kept=list(openers) if are_kept else [], say=lines.append)
     return list(times), lines
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_side_that_fails_on_one_rank_is_left_out_on_all(together: bool) -> None:
-    for names, lines in run_ranks(fail_on_one_rank, 2, together):
+@pytest.mark.parametrize("are_kept", [True, False])
+def test_a_side_that_fails_on_one_rank_is_left_out_on_all(are_kept: bool) -> None:
+    for names, lines in run_ranks(fail_on_one_rank, 2, are_kept):
         assert names == ["good"]
         left_out = [line for line in lines if "left out" in line]
         assert left_out == ["bad was left out, because it failed on 1 of 2 ranks: no C++ compiler was found"]
@@ -239,7 +248,15 @@ def test_the_first_bucket_is_as_before_once_ddp_is_built() -> None:
     assert getattr(torch.distributed, ddp.FIRST_BUCKET) == before
 
 
-def test_sides_take_turns_and_only_one_is_open_where_memory_is_short() -> None:
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        ("", 2 * ["open a", "a", "close a", "open b", "b", "close b"]),
+        ("a", ["open a", *2 * ["a", "open b", "b", "close b"], "close a"]),
+        ("ab", ["open a", "open b", *2 * ["a", "b"], "close b", "close a"]),
+    ],
+)
+def test_sides_take_turns_and_those_that_are_not_kept_are_open_for_theirs_alone(kept: str, expected: list[str]) -> None:
     log: list[str] = []
 
     @contextmanager
@@ -249,14 +266,10 @@ def test_sides_take_turns_and_only_one_is_open_where_memory_is_short() -> None:
         log.append(f"close {name}")
 
     openers: dict[str, Opener] = {name: partial(open_side, name) for name in "ab"}
-    times = take_turns(openers, world_of_one(), rounds=2, round_s=0, together=False)
+    times = take_turns(openers, world_of_one(), rounds=2, round_s=0, kept=list(kept))
     turns = [entry for entry, before in zip(log, ["", *log], strict=False) if entry != before]
-    assert turns == 2 * ["open a", "a", "close a", "open b", "b", "close b"]
+    assert turns == expected
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2}
-    log.clear()
-    take_turns(openers, world_of_one(), rounds=2, round_s=0, together=True)
-    turns = [entry for entry, before in zip(log, ["", *log], strict=False) if entry != before]
-    assert turns == ["open a", "open b", *2 * ["a", "b"], "close b", "close a"]
 
 
 def test_a_budget_ends_the_turns_but_not_before_the_least() -> None:
@@ -264,27 +277,8 @@ def test_a_budget_ends_the_turns_but_not_before_the_least() -> None:
     def open_side() -> Iterator[Step]:
         yield lambda: None
 
-    times = take_turns({"a": open_side}, world_of_one(), rounds=9, round_s=0, together=True, budget_s=0, min_rounds=4)
+    times = take_turns({"a": open_side}, world_of_one(), rounds=9, round_s=0, kept=["a"], budget_s=0, min_rounds=4)
     assert len(times["a"]) == 4
-
-
-def test_sides_fit_together_up_to_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "read_available_bytes", lambda: 600.0)
-    assert fit_together(world_of_one(), 10, 10)  # 10 sides × 3 arrays × 10 bytes
-    assert not fit_together(world_of_one(), 11, 10)
-
-
-def test_a_side_that_does_not_fit_alone_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "read_available_bytes", lambda: 1e9)
-    with pytest.raises(LockstepError, match=r"1 ranks need more than 3.0 GB .* of which 1.0 GB are free"):
-        fit_together(world_of_one(), 1, int(1e9))
-
-
-def test_free_memory_is_read_in_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "meminfo"
-    file.write_text("MemTotal:       24000 kB\nMemFree:        100 kB\nMemAvailable:   20000 kB\n")
-    assert read_available_bytes(file) == 20000 * 1024
-    assert read_available_bytes(tmp_path / "nowhere") == float("inf")
 
 
 def test_sized_cases_have_about_the_gradients_asked_for() -> None:
