@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.comm.world import World
+from lockstep.engine.checkpoint import clear_aside
 from lockstep.engine.starting import is_begun
 from lockstep.errors import LockstepError, SharedError
 from lockstep.files import clear_leftovers
@@ -47,7 +48,7 @@ def own_folder(folder: Path, world: World) -> Iterator[Owner]:
         try:
             file = lock_folder(folder)
             clear_leftovers(folder)
-            clear_leftovers(folder / "checkpoints")
+            clear_aside(folder / "checkpoints")
         except LockstepError as error:
             failure = str(error)
             _take_back([path for path in made if path.name != LOCK_FILE])  # the lock may be another's
