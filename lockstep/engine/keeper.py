@@ -104,6 +104,8 @@ class Keeper:
             self._emit(Notice(level="warning", text=self._unsaved))
             return
         self._unsaved = ""
+        if self._is_renumbered:  # those of before would be taken for newer, by their steps
+            self._snapshots.clear()
         if saved:
             self._emit(
                 CheckpointSaved(step=state.step, path=str(saved.path), bytes=saved.num_bytes, seconds=saved.seconds)

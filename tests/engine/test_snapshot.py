@@ -14,6 +14,7 @@ from lockstep import api
 from lockstep.data.order import Cursor, Ledger
 from lockstep.engine import launch, snapshot
 from lockstep.engine.build import Parts
+from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.identity import read_identity, write_identity
 from lockstep.engine.owner import lock_folder
 from lockstep.engine.resume import TakenUp, take_up
@@ -306,6 +307,31 @@ def test_another_run_in_the_place_of_a_killed_one_goes_on_from_its_own_weights(i
         assert status == 0, err
         assert "Going on from step 2 on 1 rank; 1 wrote the checkpoint." in " ".join(out.split())
         assert list(left.glob("step-*"))
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def test_a_snapshot_from_before_steps_were_counted_anew_is_not_taken_for_newer(images: Path, tmp_path: Path) -> None:
+    """A killed launcher left it, and the run went on in larger batches without another."""
+    folder, often = tmp_path / "run", "--set=train.snapshot_share=0.5"
+    endless = [*tiny_settings(images), "train.duration=4000ep", "train.checkpoint_every=0st", "train.eval_every=0st"]
+    settings = [f"--set={setting}" for setting in endless]
+    process = commands.start("train", "quickstart", "--restarts=3", "--ranks=1", f"--out={folder}", *settings, often)
+    commands.wait_for_step(folder, 100, process)  # far enough for the next part to stay behind
+    left = Path("/dev/shm", find_memory(folder, read_identity(folder)).name)
+    commands.kill_all(process)
+    try:
+        (old,) = left.glob("step-*")
+        larger = ["--set=train.global_batch=56", "--set=train.checkpoint_every=1st"]
+        process = commands.start("train", str(folder), "--resume", *larger)
+        commands.wait_until(lambda: len(list_checkpoints(folder / "checkpoints")) > 1, process)
+        commands.kill_all(process)
+        (newest, *_) = list_checkpoints(folder / "checkpoints")
+        assert newest.name < old.name
+        step = int(newest.name.removeprefix("step-"))
+        status, out, err = commands.run("train", str(folder), "--resume", f"--set=train.duration={step + 1}st")
+        assert status == 0, err
+        assert f"Going on from step {step} on 1 rank; 1 wrote the checkpoint." in " ".join(out.split())
     finally:
         shutil.rmtree(left, ignore_errors=True)
 
