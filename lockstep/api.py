@@ -13,7 +13,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -513,6 +513,7 @@ def _launch(template: Any, asked: Asked, start: Start, ranks: tuple[int, int]) -
     """Be the launcher of ranks, which are children of this process, to their end; returns the exit status."""
     from lockstep.engine.identity import read_identity
     from lockstep.engine.launch import launch_ranks
+    from lockstep.engine.owner import check_unowned
     from lockstep.engine.snapshot import clear_memory, find_memory
 
     # The number of ranks for what they say at the end.
@@ -521,8 +522,10 @@ def _launch(template: Any, asked: Asked, start: Start, ranks: tuple[int, int]) -
         try:
             return launch_ranks(template, ranks, _spell(asked, start, number), asked.restarts)
         finally:
-            if run := read_identity(start.folder):
-                clear_memory(find_memory(start.folder, run))  # nobody starts these ranks again
+            with suppress(LockstepError):  # the folder is another launcher's run, which has snapshots of its own
+                check_unowned(start.folder)
+                if run := read_identity(start.folder):
+                    clear_memory(find_memory(start.folder, run))  # nobody starts these ranks again
 
 
 def _spell(asked: Asked, start: Start, ranks: str | None) -> list[str]:

@@ -55,7 +55,7 @@ def name_process(name: str) -> None:
     import ctypes
 
     with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_NAME, os.fsencode(name), 0, 0, 0)
 
 
 @contextmanager

@@ -51,10 +51,13 @@ def _make_plain(name: str) -> str:
     return name if PLAIN.fullmatch(name) else hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def is_restarted_by_agent(environment: Mapping[str, str]) -> bool:
-    """Whether it was torchrun's agent that started this rank again, and nobody has started the agent again."""
-    agent, job = (_read_count(environment, name) for name in RESTART_COUNTS)
-    return agent > 0 and not job
+def is_started_by_agent(environment: Mapping[str, str]) -> bool:
+    """Whether an agent of torchrun's starts this rank again, and nobody has started the agent again.
+
+    Our own launcher looks into the folder before it starts any rank.
+    """
+    is_requeued = _read_count(environment, "SLURM_RESTART_COUNT") > 0
+    return RUN_ID in environment and can_restart(environment) and OUTCOME not in environment and not is_requeued
 
 
 def read_agent_start() -> float:

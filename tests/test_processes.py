@@ -255,3 +255,8 @@ def test_a_second_signal_ends_a_process_whose_terminal_is_not_read() -> None:
             process.send_signal(signal.SIGTERM)
             time.sleep(2 * APART_S)
         assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_a_rank_that_is_no_text_is_no_traceback() -> None:
+    status, out, err = commands.finish(commands.start_new("--version", RANK="\udcff"))
+    assert (status, err) == (0, ""), out

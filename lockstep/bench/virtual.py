@@ -261,6 +261,7 @@ class VirtualCluster:
             "MASTER_PORT": str(port),
             **dict.fromkeys(INTERFACES, find_loopback() if self.is_pretended else INTERFACE),
             "LOCKSTEP_NODE": str(rank // self.ranks_per_node),
+            "NODE_ADDRESS": self.address(rank // self.ranks_per_node),
             leftovers.MARKER: self.name,
         }
 

@@ -64,7 +64,7 @@ def find_place(device: torch.device) -> Place:
     if device.type == "cuda":
         identity = str(getattr(torch.cuda.get_device_properties(device), "uuid", "")) or f"gpu{device.index}"
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Place(_name_machine(), identity, sum(1 << core for core in cores))
+    return Place(name_machine(), identity, sum(1 << core for core in cores))
 
 
 def choose_backend(places: Sequence[Place], asked: str = "auto") -> Decision:
@@ -150,7 +150,7 @@ def _list_cores(mask: int) -> list[int]:
     return [core for core in range(mask.bit_length()) if mask >> core & 1]
 
 
-def _name_machine() -> str:
+def name_machine() -> str:
     """The same for all containers of one machine, and another for every machine, whatever its name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,7 +13,6 @@ import functools
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from lockstep.comm.census import name_machine
 from lockstep.comm.meeting import peek
 from lockstep.comm.seal import Seal
 
@@ -308,12 +308,15 @@ def _read_status(pid: int) -> tuple[str, str]:
 
 @functools.cache
 def _name_host() -> str:
-    """This host, and where containers count their processes apart, which of them."""
+    """This machine, and where containers count their processes apart, which of them.
+
+    Not by its name: many machines have one, and a neighbour's rank would be taken for a process that has ended.
+    """
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
         space = ""
-    return f"{socket.gethostname()}:{space}"
+    return f"{name_machine()}:{space}"
 
 
 def _key(rank: int) -> str:

@@ -8,6 +8,7 @@ reaches the store is believed: then the network has to be trusted.
 """
 
 import hmac
+import os
 import secrets
 from collections.abc import Mapping
 
@@ -20,7 +21,7 @@ class Seal:
     """Signs values with the run's secret and believes only what it could have signed."""
 
     def __init__(self, secret: str = "") -> None:
-        self._secret = secret.encode()
+        self._secret = os.fsencode(secret)  # of any bytes
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> "Seal":

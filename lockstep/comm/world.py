@@ -34,6 +34,7 @@ from lockstep.comm.meeting import (
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
 from lockstep.errors import LockstepError
+from lockstep.restarts import can_restart
 from lockstep.terminal import say
 
 _worlds = itertools.count()  # that this process has been in: a program may train several times
@@ -279,9 +280,16 @@ def _meet(
     # Gloo takes the addresses it finds in the store at their word: what a stranger has put there may have any length.
     except (RuntimeError, ValueError, MemoryError) as error:
         reason = str(error).splitlines() or [type(error).__name__]
+        # Each agent counts by itself how often it has started ranks again, and those of other counts never meet.
+        is_apart = spans_nodes and is_kept_by_launcher() and can_restart(os.environ)
+        advice = (
+            "by torchrun with --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            if is_apart
+            else "and set MASTER_PORT to a free port"
+        )
         raise LockstepError(
             f"Rank {rank} could not meet the other ranks at {address}:{port} ({reason[0]}); "
-            "check that all were started, and set MASTER_PORT to a free port."
+            f"check that all were started, {advice}."
         ) from error
     return agreed, store, line
 

@@ -4,6 +4,7 @@ A folder `step-00001234/` is either whole or not there. Reading verifies every h
 damaged checkpoint is passed over with a sentence and the one before it is taken.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -23,6 +24,7 @@ from lockstep.files import ASIDE, clear_leftovers, flush_folder, read_small, wri
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+OLD = f"{ASIDE}old-"  # how the name of one begins that another of its step is about to replace
 NAME = re.compile(r"step-\d{8}")
 FILE_NAME = re.compile(r"[a-z]+\.safetensors")  # in the checkpoint's own folder
 MAX_MANIFEST_BYTES = 1 << 26  # with the names of very many classes
@@ -65,15 +67,16 @@ def save_checkpoint(
     aside = folder / f"{ASIDE}{path.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        clear_leftovers(folder)
+        clear_aside(folder)
         num_bytes = _write_aside(aside, step, files, state)
         if path.exists():  # set aside and not removed: a kill in between must not leave half of it under its name
-            path.rename(folder / f"{ASIDE}old-{path.name}")
+            path.rename(folder / f"{OLD}{path.name}")
         aside.rename(path)
         flush_folder(folder)
         clear_leftovers(folder)
     except OSError:
         shutil.rmtree(aside, ignore_errors=True)
+        _put_back(folder)
         raise
     # A later step's checkpoint is one that resuming passed over: it must not push out the good ones.
     for old in [other for other in list_checkpoints(folder) if other.name <= path.name][keep:]:
@@ -81,6 +84,20 @@ def save_checkpoint(
     for later in [other for other in list_checkpoints(folder) if other.name > path.name and drop_later]:
         shutil.rmtree(later, ignore_errors=True)
     return Saved(path, num_bytes, time.perf_counter() - start)
+
+
+def clear_aside(folder: Path) -> None:
+    """Remove what a killed process left aside, but not a checkpoint that was to be replaced and was not yet."""
+    _put_back(folder)
+    clear_leftovers(folder)
+
+
+def _put_back(folder: Path) -> None:
+    for old in folder.glob(f"{OLD}*"):
+        path = folder / old.name.removeprefix(OLD)
+        if not path.exists():
+            with contextlib.suppress(OSError):
+                old.rename(path)
 
 
 def _write_aside(aside: Path, step: int, files: Files, state: Mapping[str, Any]) -> int:

@@ -89,6 +89,7 @@ class Keeper:
         self._writing: Writing | None = None  # on rank 0, if one is on its way
         self._unsaved = ""  # why the last checkpoint could not be written
         self._is_renumbered = False  # whether steps are counted in other batches than those of the older checkpoints
+        self._has_old_snapshots = False  # which would be taken for newer then, by their steps
 
     def _warn_of_identity(self, failure: str) -> None:
         if can_restart(os.environ):  # else nobody needs it
@@ -107,7 +108,7 @@ class Keeper:
     def take_up(self) -> TakenUp | None:
         """Fill the parts from the newest good state; None where there is none yet."""
         found = take_up(self._disk, self._snapshots, self._parts, self._world, self._order, self._warn)
-        self._is_renumbered = found is not None and found.is_renumbered
+        self._is_renumbered = self._has_old_snapshots = found is not None and found.is_renumbered
         return found
 
     def find_good(self) -> Path | None:
@@ -137,6 +138,11 @@ class Keeper:
         )
         if write:
             self._writing = Writing(state.step, write, begun_s)
+        if self._has_old_snapshots:
+            self.settle()
+            if not self._world.broadcast_value(self._unsaved):
+                self._snapshots.clear()
+                self._has_old_snapshots = False
 
     def look(self) -> None:
         """Say of a checkpoint that it is on disk, or why not, once that is so."""

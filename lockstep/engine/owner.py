@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.comm.world import World
+from lockstep.engine.checkpoint import clear_aside
 from lockstep.engine.starting import is_begun
 from lockstep.errors import LockstepError, SharedError
 from lockstep.files import clear_leftovers
@@ -43,22 +44,24 @@ def own_folder(folder: Path, world: World) -> Iterator[Owner]:
     file, failure = -1, ""
     made: list[Path] = []
     if world.is_first:
-        made = [path for path in (folder / LOCK_FILE, folder, *folder.parents) if not os.path.exists(path)]
+        made = [path for path in (folder / LOCK_FILE, folder, *folder.parents) if not os.path.lexists(path)]
         try:
             file = lock_folder(folder)
             clear_leftovers(folder)
-            clear_leftovers(folder / "checkpoints")
+            clear_aside(folder / "checkpoints")
         except LockstepError as error:
             failure = str(error)
             _take_back([path for path in made if path.name != LOCK_FILE])  # the lock may be another's
+    owner = Owner(folder, file)
     try:
         failure = world.broadcast_value(failure)
         if failure:
             raise SharedError(failure)
-        yield Owner(folder, file)
+        yield owner
     finally:
         if file >= 0:
-            if not is_begun(folder):
+            # Where the folder was moved away, one of the same name may be another run's that has not begun yet.
+            if owner.is_in_place() and not is_begun(folder):
                 _take_back(made)
             os.close(file)
 
@@ -72,7 +75,7 @@ def _take_back(made: list[Path]) -> None:
 
 def check_unowned(folder: Path) -> None:
     """Refuse a folder that another run holds, before any rank starts."""
-    if os.path.exists(folder / LOCK_FILE):
+    if os.path.lexists(folder / LOCK_FILE):
         os.close(lock_folder(folder))
 
 
@@ -100,14 +103,17 @@ def _is_at(file: int, path: Path) -> bool:
 def _lock_file(folder: Path) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        # Not where a link leads: in a folder that others can write to, it may lead to any file of this user.
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
     except OSError as error:
+        if error.errno == errno.ELOOP and (folder / LOCK_FILE).is_symlink():
+            raise _refuse_lock(folder) from None
         raise LockstepError(
             f"The run's folder {folder} cannot be written ({error.strerror}); choose another --out."
         ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise LockstepError(f"{folder / LOCK_FILE} is not a plain file, so no run can hold it; remove it.")
+        raise _refuse_lock(folder)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -120,3 +126,7 @@ def _lock_file(folder: Path) -> int:
             ) from None
         # Else a file system without locks: better a run without one than no run.
     return file
+
+
+def _refuse_lock(folder: Path) -> LockstepError:
+    return LockstepError(f"{folder / LOCK_FILE} is not a plain file, so no run can hold it; remove it.")

@@ -21,7 +21,7 @@ from lockstep.events import LOG_NAME, RunStarted, decode, list_full_parts
 from lockstep.files import read_small
 from lockstep.recipe_values import show
 from lockstep.recipes.read import is_packaged, load_recipe
-from lockstep.restarts import count_restarts, is_restarted_by_agent, name_job, read_agent_start
+from lockstep.restarts import count_restarts, is_started_by_agent, name_job, read_agent_start
 
 Resume = Literal["no", "yes", "auto"]
 
@@ -61,7 +61,7 @@ def plan_start(target: str, settings: list[str], out: Path | None, resume: Resum
                 "configuration."
             )
         return _start_in_job(target, settings)
-    if count_restarts(os.environ) and is_begun(out):
+    if is_begun(out) and _is_own(out):
         return go_on(out, settings)
     return start_anew(target, settings, out)
 
@@ -103,13 +103,21 @@ def _start_in_job(target: str, settings: list[str]) -> Start:
     start = replace(dated, folder=Path("runs") / f"{name}{number}")
     if not is_begun(start.folder):
         return start
-    if not restarts:
-        # The next command of a Slurm job starts another run. Under torchrun it may be this one: a node that has joined
-        # it does not know of it, and where no rank does, the folder is refused.
-        return dated if job.startswith("slurm") else start
-    if is_restarted_by_agent(os.environ) and _is_older(start.folder, read_agent_start()):
-        return start  # of another job by the same name: refused likewise
-    return _go_on_alike(start, "Give --out.")
+    if _is_own(start.folder):
+        return _go_on_alike(start, "Give --out.")
+    # The next command of a Slurm job starts another run. Under torchrun it may be this one: a node that has joined it
+    # does not know of it, and where no rank does, the folder is refused, as one of another job by the same name.
+    return dated if job.startswith("slurm") and not restarts else start
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether the run in a folder is the one that these ranks were started for before.
+
+    torchrun's agent does not count that it has started them again because a node has come, and it starts them again
+    where another's folder was refused: what tells is whether the run was begun, or gone on with, under this agent.
+    """
+    started_s = read_agent_start() if is_started_by_agent(os.environ) else 0.0
+    return not _is_older(folder, started_s) if started_s else count_restarts(os.environ) > 0
 
 
 def _is_older(folder: Path, when_s: float) -> bool:

@@ -21,11 +21,11 @@ from lockstep.bench.chaos.campaign import find_left_out, make_reference, open_pl
 from lockstep.bench.chaos.disk import Disk, open_disk
 from lockstep.bench.chaos.faults import (
     FAULTS_A_RUN,
+    KINDS,
     LAUNCHER,
-    ON_ONE_MACHINE,
-    ON_TWO_NODES,
     PHASES,
     TURNS,
+    TWO_NODES,
     Fault,
     RunPlan,
     plan_runs,
@@ -62,19 +62,18 @@ def test_the_same_seed_gives_the_same_faults_and_another_gives_others() -> None:
 def test_many_faults_meet_every_kind_phase_victim_and_way() -> None:
     plans = plan(200, 0)
     faults = faults_of(plans)
-    assert {fault.kind for fault in faults} == {*ON_ONE_MACHINE, *ON_TWO_NODES}
+    assert {fault.kind for fault in faults} == {kind for kinds in KINDS.values() for kind in kinds}
     assert {fault.phase for fault in faults} == set(PHASES)
     assert {fault.target for fault in faults} == {LAUNCHER, 0, 1}
     assert {plan.way for plan in plans} == set(TURNS)
     for one in plans:
-        kinds = ON_TWO_NODES if one.way == "two nodes" else ON_ONE_MACHINE
-        assert {fault.kind for fault in one.faults} <= kinds.keys()
+        assert {fault.kind for fault in one.faults} <= KINDS[one.way].keys()
 
 
 def test_what_cannot_be_done_here_is_left_out() -> None:
-    plans = plan(200, 0, "two nodes", "slow disk", "blocked read")
-    assert {fault.kind for fault in faults_of(plans)} == ON_ONE_MACHINE.keys() - {"slow disk", "blocked read"}
-    assert "two nodes" not in {plan.way for plan in plans}
+    plans = plan(200, 0, *TWO_NODES, "slow disk", "blocked read")
+    assert {fault.kind for fault in faults_of(plans)} == KINDS["resume"].keys() - {"slow disk", "blocked read"}
+    assert {plan.way for plan in plans} == {"resume", "restarts"}
 
 
 def test_a_few_runs_meet_every_phase_and_teardown_comes_last_in_a_run() -> None:

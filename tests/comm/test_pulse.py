@@ -181,6 +181,19 @@ def test_a_process_of_this_host_that_has_ended_is_named_without_listening(
     assert module.time.monotonic() - begun < 10
 
 
+def test_a_process_of_another_machine_with_the_same_name_is_not_taken_for_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Machines from one image may all be called alike, and none knows the others' processes."""
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, "name_machine", lambda: "a-machine-started-at-another-time")
+        module._name_host.cache_clear()
+        name = module.name_process(os.getpid()) + "0"  # a process that is not here
+    module._name_host.cache_clear()
+    assert not module.is_gone(name)
+    assert module.is_gone(module.name_process(os.getpid()) + "0")
+
+
 def test_a_survivor_that_has_ended_is_not_taken_for_the_rank_it_named(
     pulses: list[Pulse], sleeper: "subprocess.Popen[bytes]"
 ) -> None:
@@ -276,7 +289,7 @@ def test_a_beat_of_another_form_is_none(text: str) -> None:
 
 
 def test_a_process_named_without_a_number_is_left_alone() -> None:
-    end_process(f"{module.socket.gethostname()}/x@y")
+    end_process(module.name_process(os.getpid()).partition("/")[0] + "/x@y")
 
 
 def test_whoever_keeps_the_store_leaves_after_all_others(pulses: list[Pulse]) -> None:

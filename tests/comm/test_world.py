@@ -13,11 +13,12 @@ from lockstep.comm.world import (
     expand_tasks,
     first_node,
     has_timed_out,
+    join_world,
     read_membership,
     set_timeout,
 )
 from lockstep.errors import LockstepError
-from tests.ranks import run_ranks, world_of_one
+from tests.ranks import find_port, run_ranks, world_of_one
 
 TORCHRUN = {
     "RANK": "5",
@@ -114,6 +115,30 @@ def test_ranks_agree_and_integers_wrap() -> None:
         assert total == [(3 * (2**63 - 1) + 2**63) % 2**64 - 2**63, 0 + 1 + 2]
         assert gathered == [0, 10, 20]
         assert threads >= 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "advice"),
+    [
+        ({}, "and set MASTER_PORT to a free port"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True"}, "and set MASTER_PORT to a free port"),
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"},
+            "by torchrun with --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        ),
+    ],
+)
+def test_ranks_that_do_not_meet_say_what_to_check(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], advice: str
+) -> None:
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_MAX_RESTARTS"):
+        monkeypatch.setenv(name, variables.get(name, ""))
+    member = Membership(1, 2, 0, 1, "127.0.0.1", find_port())
+    with (
+        pytest.raises(LockstepError, match=f"check that all were started, {advice}\\."),
+        join_world(member, timeout_s=1),
+    ):
+        pass
 
 
 def test_a_world_of_one_needs_no_process_group() -> None:

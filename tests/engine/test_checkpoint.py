@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine import checkpoint
-from lockstep.engine.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from lockstep.engine.checkpoint import clear_aside, list_checkpoints, load_checkpoint, save_checkpoint
 from lockstep.errors import LockstepError
 
 
@@ -81,6 +81,33 @@ def test_what_a_crash_left_half_written_is_ignored_and_then_removed(tmp_path: Pa
     assert load_checkpoint(tmp_path, be_silent).state["step"] == 3
     write(tmp_path, 6)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000003", "step-00000006"}
+
+
+class Killed(BaseException):
+    """Nothing is done after it."""
+
+
+@pytest.mark.parametrize("last", [Killed, OSError])
+@pytest.mark.parametrize("moment", [0, 1])
+def test_a_step_that_is_saved_again_and_cut_off_between_the_renames_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int, last: type[BaseException]
+) -> None:
+    write(tmp_path, 3, keep=1)
+    with monkeypatch.context() as patch:
+        left, rename = iter([*[False] * moment, True, False]), Path.rename
+
+        def rename_or_end(path: Path, target: Path) -> Path:
+            if next(left, False):
+                raise last
+            return rename(path, target)
+
+        patch.setattr(Path, "rename", rename_or_end)
+        with pytest.raises(last):
+            save_checkpoint(tmp_path, 3, tensors(8), {"step": 8}, keep=1)
+    if last is Killed:
+        clear_aside(tmp_path)  # by the next run
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert load_checkpoint(tmp_path, be_silent).state["step"] == 3
 
 
 def test_a_later_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from lockstep.bench.shared_gpu import describe_rank
 from lockstep.engine.launch import choose_num_ranks
+from lockstep.engine.owner import LOCK_FILE
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, RunEnded, RunStarted
 from tests.engine import commands
@@ -158,6 +159,19 @@ def test_under_torchrun_a_run_that_nothing_tells_from_others_is_not_gone_on_with
     assert "lockstep: This run of quickstart was started again" in result.stderr
     assert list((tmp_path / "runs").iterdir()) == [old]
     assert read_files(old) == files
+
+
+def test_under_torchrun_a_folder_that_is_refused_is_refused_again_when_ranks_are_started_again(
+    images: Path, tmp_path: Path
+) -> None:
+    old, files = leave_older_run(tmp_path, arguments(images))
+    os.utime(old / "config.toml", (1e9, 1e9))
+    program = shlex.join([sys.executable, "-m", "lockstep", *arguments(images, "train.duration=2ep"), f"--out={old}"])
+    result = run_by_agent(tmp_path, f"exec {program}", "--standalone", "--max-restarts=1")
+    assert result.returncode != 0
+    assert result.stderr.count("already holds a run; add --resume") == 2
+    lock = {old / LOCK_FILE: b""}  # which names who had it last
+    assert read_files(old) | lock == files | lock
 
 
 def test_a_slurm_job_that_is_requeued_finds_its_own_run_and_no_other(images: Path, tmp_path: Path) -> None:
@@ -331,7 +345,7 @@ def start_node(name: str, port: int, arguments: list[str]) -> "subprocess.Popen[
 
 
 def test_a_node_that_leaves_is_done_without_and_taken_in_again_when_it_comes_back(images: Path, tmp_path: Path) -> None:
-    """The second of two nodes is killed with its rank, and started again later."""
+    """The second of two nodes comes later than the first, is killed with its rank, and is started again."""
     folder, port = tmp_path / "run", find_port()
     endless = arguments(images, "train.duration=9000ep", "comm.timeout_s=20", "train.eval_every=0st")
 
@@ -347,14 +361,16 @@ def test_a_node_that_leaves_is_done_without_and_taken_in_again_when_it_comes_bac
         num_epochs = len(list_epochs())
         commands.wait_until(lambda: len(list_epochs()) > num_epochs + 1, nodes[0])
 
-    nodes = [start_node(name, port, [*endless, f"--out={folder}"]) for name in "ab"]
+    nodes = [start_node("a", port, [*endless, f"--out={folder}"])]
     try:
-        wait_for_starts(2)
+        wait_for_starts(1)
+        nodes.append(start_node("b", port, [*endless, f"--out={folder}"]))
+        wait_for_starts(1, 2)
         os.killpg(nodes[1].pid, signal.SIGKILL)
         nodes[1].communicate()
-        wait_for_starts(2, 1)
+        wait_for_starts(1, 2, 1)
         nodes[1] = start_node("b", port, [*endless, f"--out={folder}"])
-        wait_for_starts(2, 1, 2)
+        wait_for_starts(1, 2, 1, 2)
         for node in nodes:
             node.send_signal(signal.SIGTERM)
         outputs = [node.communicate(timeout=60)[0] for node in nodes]
@@ -365,5 +381,6 @@ def test_a_node_that_leaves_is_done_without_and_taken_in_again_when_it_comes_bac
             node.communicate()
     assert "on 1 rank; 2 wrote" in outputs[0]
     assert not any("lockstep/engine" in output for output in outputs), "a traceback"
+    assert not any("already holds a run" in output for output in outputs), "not known to be their own at once"
     assert all(event.ledger_ok for event in list_epochs())
     assert {event.epoch for event in list_epochs()} == set(range(list_epochs()[-1].epoch + 1))

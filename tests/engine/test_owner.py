@@ -223,6 +223,36 @@ def test_a_pipe_as_the_lock_is_a_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [False, True])
+def test_a_link_as_the_lock_is_a_sentence_and_is_not_followed(tmp_path: Path, is_there: bool) -> None:
+    """A stranger may have put it there, to have a file of ours overwritten."""
+    folder, file = tmp_path / "run", tmp_path / "precious"
+    folder.mkdir()
+    (folder / LOCK_FILE).symlink_to(file)
+    if is_there:
+        file.write_text("ours")
+    for use in (check_unowned, lock_folder):
+        with pytest.raises(LockstepError, match=r"\.lock is not a plain file, so no run can hold it; remove it\.$"):
+            use(folder)
+    with pytest.raises(LockstepError, match="not a plain file"), own_folder(folder, world_of_one()):
+        pass
+    assert (file.exists() and file.read_text() == "ours") == is_there
+    assert (folder / LOCK_FILE).is_symlink()
+
+
+def test_a_run_whose_folder_was_moved_leaves_the_next_one_of_that_name_alone(tmp_path: Path) -> None:
+    """That one has the lock, and may not have begun yet."""
+    folder = tmp_path / "run"
+    with own_folder(folder, world_of_one()):
+        (folder / "config.toml").touch()
+        folder.rename(tmp_path / "elsewhere")
+        file = lock_folder(folder)
+    with pytest.raises(LockstepError, match="is in use"):
+        check_unowned(folder)
+    os.close(file)
+    assert {path.name for path in tmp_path.rglob("*")} == {"run", "elsewhere", ".lock", "config.toml"}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
 def test_a_start_on_a_full_disk_is_a_sentence_and_leaves_nothing(images: Path, tmp_path: Path, is_there: bool) -> None:
     """A folder that is there already has room for the lock's name, and for nothing in it."""
     with open_disk(tmp_path) as disk:

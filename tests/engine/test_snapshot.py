@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep import api
 from lockstep.data.order import Cursor, Ledger
-from lockstep.engine import snapshot
+from lockstep.engine import launch, snapshot
 from lockstep.engine.build import Parts
-from lockstep.engine.identity import read_identity
+from lockstep.engine.checkpoint import list_checkpoints
+from lockstep.engine.identity import read_identity, write_identity
+from lockstep.engine.owner import lock_folder
 from lockstep.engine.resume import TakenUp, take_up
 from lockstep.engine.snapshot import (
     Snapshots,
@@ -24,6 +27,7 @@ from lockstep.engine.snapshot import (
     make_private,
     sweep_memory,
 )
+from lockstep.engine.starting import start_anew
 from lockstep.engine.state import State, save_state
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -305,6 +309,49 @@ def test_another_run_in_the_place_of_a_killed_one_goes_on_from_its_own_weights(i
         assert list(left.glob("step-*"))
     finally:
         shutil.rmtree(left, ignore_errors=True)
+
+
+def test_a_snapshot_from_before_steps_were_counted_anew_is_not_taken_for_newer(images: Path, tmp_path: Path) -> None:
+    """A killed launcher left it, and the run went on in larger batches without another."""
+    folder, often = tmp_path / "run", "--set=train.snapshot_share=0.5"
+    endless = [*tiny_settings(images), "train.duration=4000ep", "train.checkpoint_every=0st", "train.eval_every=0st"]
+    settings = [f"--set={setting}" for setting in endless]
+    process = commands.start("train", "quickstart", "--restarts=3", "--ranks=1", f"--out={folder}", *settings, often)
+    commands.wait_for_step(folder, 100, process)  # far enough for the next part to stay behind
+    left = Path("/dev/shm", find_memory(folder, read_identity(folder)).name)
+    commands.kill_all(process)
+    try:
+        (old,) = left.glob("step-*")
+        larger = ["--set=train.global_batch=56", "--set=train.checkpoint_every=1st"]
+        process = commands.start("train", str(folder), "--resume", *larger)
+        commands.wait_until(lambda: len(list_checkpoints(folder / "checkpoints")) > 1, process)
+        commands.kill_all(process)
+        (newest, *_) = list_checkpoints(folder / "checkpoints")
+        assert newest.name < old.name
+        step = int(newest.name.removeprefix("step-"))
+        status, out, err = commands.run("train", str(folder), "--resume", f"--set=train.duration={step + 1}st")
+        assert status == 0, err
+        assert f"Going on from step {step} on 1 rank; 1 wrote the checkpoint." in " ".join(out.split())
+    finally:
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_a_launcher_whose_ranks_found_the_folder_taken_leaves_the_snapshots_of_whoever_has_it(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, is_taken: bool
+) -> None:
+    """Two were started at once, and neither saw the other's lock before its ranks had met."""
+    folder = tmp_path / "run"
+    file = lock_folder(folder)
+    find_memory(folder, write_identity(folder)).mkdir(mode=0o700)
+    if not is_taken:  # its own ranks have ended
+        os.close(file)
+    monkeypatch.setattr(launch, "launch_ranks", lambda *_: 1)
+    start = start_anew("quickstart", [], folder)
+    assert api._launch(None, api.Asked("quickstart", out=folder), start, (2, 2)) == 1
+    assert len(list(memory.iterdir())) == is_taken
+    if is_taken:
+        os.close(file)
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted"])

@@ -23,6 +23,7 @@ from lockstep.engine.starting import (
 from lockstep.errors import LockstepError
 from lockstep.events import Notice, RunStarted, encode
 from lockstep.recipes.read import load_recipe
+from lockstep.restarts import OUTCOME
 
 STARTED = RunStarted(
     run="r", recipe="quickstart", config={}, world_size=1, device="", num_train=1, num_val=1, num_classes=1,
@@ -214,6 +215,29 @@ def test_a_run_of_another_job_by_the_same_name_is_not_gone_on_with(monkeypatch: 
     enter_job(monkeypatch, TORCHRUN, 1)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # requeued, and the agent with it
     assert plan_start("quickstart", [], None, "no").resume
+
+
+@pytest.mark.parametrize("out", [None, Path("runs/quickstart-job-a")])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_under_torchrun_a_run_is_gone_on_with_if_it_was_begun_under_this_agent(
+    monkeypatch: pytest.MonkeyPatch, out: Path | None, restarts: int
+) -> None:
+    """Whatever it counts: not a start for a node that has come, but one after another's folder was refused."""
+    folder = leave_run(Path("runs/quickstart-job-a"))
+    for age_s, resume in ((10, True), (-10, False)):
+        enter_job(monkeypatch, TORCHRUN, restarts)
+        monkeypatch.setattr(starting, "read_agent_start", lambda age_s=age_s: time.time() - age_s)
+        start = plan_start("quickstart", [], out, "no")
+        assert (start.folder, start.resume) == (folder, resume)
+
+
+def test_our_own_launcher_is_believed_whatever_the_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has looked into the folder itself, and a file server's clock may be behind."""
+    folder = leave_run(Path("run"))
+    monkeypatch.setattr(starting, "read_agent_start", lambda: time.time() + 10)
+    for restarts in (0, 1):
+        enter_job(monkeypatch, TORCHRUN | {OUTCOME: "word"}, restarts)
+        assert plan_start("quickstart", [], folder, "no").resume == bool(restarts)
 
 
 def test_a_slurm_jobs_next_command_is_another_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from lockstep.bench.chaos.disk import open_disk
-from lockstep.bench.chaos.faults import Way, plan_runs
+from lockstep.bench.chaos.faults import TWO_NODES, Way, plan_runs
 from lockstep.bench.chaos.judge import Reference, judge, take_reference
 from lockstep.bench.chaos.reads import can_block
 from lockstep.bench.chaos.report import Report, Row, Verdict, name_source, show
@@ -33,7 +33,7 @@ def run(
     with open_place() as place:
         left_out = find_left_out(place, num_ranks)
         if backend == "nccl":
-            left_out |= {"two nodes"}  # namespaces of one machine, whose ranks may have to share a GPU
+            left_out |= TWO_NODES  # namespaces of one machine, whose ranks may have to share a GPU
         settings = (*SETTINGS, f"comm.backend={backend}")
         report = Report(seed, num_ranks, name_source(), backend=backend, left_out=sorted(left_out))
         if not is_alone:
@@ -43,7 +43,7 @@ def run(
         references: dict[bool, Reference] = {}
         for plan in plan_runs(seed, num_ranks, left_out):
             # Several nodes add up in another order, which two numbers do not mind.
-            order = plan.way == "two nodes" and num_ranks > 2
+            order = plan.way in TWO_NODES and num_ranks > 2
             if order not in references:
                 references[order] = make_reference(place, num_ranks, plan.way, settings)
             with Run(plan.number, place, num_ranks, plan.way, settings) as one:
@@ -79,7 +79,7 @@ def find_left_out(place: Place, num_ranks: int) -> set[str]:
     if not can_block(place.beside):
         left_out |= {"blocked read", "late read"}
     if num_ranks % 2 or VirtualCluster.open(1, 1).is_pretended:
-        left_out |= {"two nodes"}
+        left_out |= TWO_NODES
     return left_out
 
 

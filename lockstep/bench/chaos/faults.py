@@ -25,9 +25,11 @@ Kind = Literal[
     "cut network",
     "cut network, mended",
 ]
-# How a run goes on: its command is started again, its launcher starts the ranks again, or torchrun's agents on two
-# nodes are started again.
-Way = Literal["resume", "restarts", "two nodes"]
+# How a run goes on: its command is started again, its launcher starts the ranks again, torchrun's agents on two nodes
+# are started again, or they start the ranks again.
+Way = Literal["resume", "restarts", "two nodes", "two nodes, restarts"]
+TWO_NODES: frozenset[Way] = frozenset({"two nodes", "two nodes, restarts"})
+RESTARTING: frozenset[Way] = frozenset({"restarts", "two nodes, restarts"})
 # What a fault waits for: the run's start, the begin of what has a record at its end (`hook.py` tells), or the first
 # record of a kind in the part of the run that is going on.
 Moment = Literal[
@@ -72,9 +74,23 @@ ON_ONE_MACHINE: dict[Kind, int] = {
     "late read": 1,
 }
 ON_TWO_NODES: dict[Kind, int] = {"cut network": 2, "cut network, mended": 2, "lost store": 1, "SIGKILL": 1}
+# Without the network that is cut for good: two agents that need each other can only give up.
+RESTARTED_ON_TWO_NODES: dict[Kind, int] = {
+    "SIGKILL": 3,
+    "SIGSEGV": 1,
+    "SIGSTOP": 1,
+    "cut network, mended": 1,
+    "lost store": 1,
+}
+KINDS: dict[Way, Mapping[Kind, int]] = {
+    "resume": ON_ONE_MACHINE,
+    "restarts": ON_ONE_MACHINE,
+    "two nodes": ON_TWO_NODES,
+    "two nodes, restarts": RESTARTED_ON_TWO_NODES,
+}
 # The order in which ways take turns, and how many faults a run of each meets: starting on two nodes takes longest.
-TURNS: tuple[Way, ...] = ("resume", "restarts", "two nodes", "resume", "restarts")
-FAULTS_A_RUN: dict[Way, int] = {"resume": 5, "restarts": 5, "two nodes": 2}
+TURNS: tuple[Way, ...] = ("resume", "restarts", "two nodes", "resume", "restarts", "two nodes, restarts")
+FAULTS_A_RUN: dict[Way, int] = {"resume": 5, "restarts": 5, "two nodes": 2, "two nodes, restarts": 3}
 
 LAUNCHER = -1  # a target; on two nodes: the agent that holds the store
 # What only ranks can meet: the launcher's interpreter holds nobody up.
@@ -145,8 +161,7 @@ def _outlast(fault: Fault) -> int:
 
 
 def _draw(generator: random.Random, way: Way, phase: str, num_ranks: int, left_out: Container[str]) -> Fault:
-    table: Mapping[Kind, int] = ON_TWO_NODES if way == "two nodes" else ON_ONE_MACHINE
-    weights = {kind: weight for kind, weight in table.items() if kind not in left_out}
+    weights = {kind: weight for kind, weight in KINDS[way].items() if kind not in left_out}
     (kind,) = generator.choices(list(weights), list(weights.values()))
     targets: Sequence[int] = range(LAUNCHER, num_ranks)
     if kind in OF_LAUNCHER:

@@ -21,6 +21,7 @@ HEADINGS = {
     "resume": "started again with --resume",
     "restarts": "--restarts",
     "two nodes": "two nodes, started again",
+    "two nodes, restarts": "two nodes, --max-restarts",
 }
 CAPTION = (
     "Seconds, median and 99th percentile. Noticed: from the fault until the part has ended; healed: until the old "

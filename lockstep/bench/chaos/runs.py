@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from lockstep.bench.chaos import hook
 from lockstep.bench.chaos.disk import Disk
-from lockstep.bench.chaos.faults import Way
+from lockstep.bench.chaos.faults import TWO_NODES, Way
 from lockstep.bench.chaos.find import MARKER, POLL_S, find_processes, find_ranks, kill
 from lockstep.bench.virtual import VirtualCluster
 from lockstep.errors import LockstepError
@@ -53,14 +53,24 @@ UNSAVED = "could not be written"  # in a run's last words
 DATA = "generated-v1-416x100"  # in the cache: where those images lie
 # What torchrun's agent of a node runs as. Only what its ranks say counts: its own report of a failed rank is a
 # traceback. The ranks' variables are for it to set. By itself it waits ten minutes for a node that was killed before it
-# came, and only its own option shortens that.
+# came, and only its own options shorten that.
 AGENT = (
     "exec env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE "
-    '"$PYTHON" -m torch.distributed.run --rdzv-backend=static --nnodes=2 --node-rank="$LOCKSTEP_NODE" '
-    "--rdzv-conf=timeout=12 "
-    '--nproc-per-node="$LOCAL_WORLD_SIZE" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --no-python '
+    '"$PYTHON" -m torch.distributed.run --nnodes=2 --nproc-per-node="$LOCAL_WORLD_SIZE" {meeting} --no-python '
     """sh -c 'exec "$PYTHON" -m lockstep "$@" >>"$OUTPUT" 2>&1' lockstep "$@" """
 )
+# How agents meet, once and for all, or as often as one of them has lost a rank.
+MEETING: dict[Way, str] = {
+    "two nodes": (
+        '--rdzv-backend=static --node-rank="$LOCKSTEP_NODE" --rdzv-conf=timeout=12 '
+        '--master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
+    ),
+    "two nodes, restarts": (
+        '--rdzv-backend=c10d --rdzv-id=chaos --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" --local-addr="$NODE_ADDRESS" '
+        '--rdzv-conf="is_host=$((LOCKSTEP_NODE == 0)),join_timeout=12,read_timeout=12,keep_alive_interval=2,'
+        f'keep_alive_max_attempt=4" --max-restarts={RESTARTS}'
+    ),
+}
 
 
 class Place:
@@ -129,7 +139,7 @@ class Run:
         self._log.touch()
 
     def __enter__(self) -> Self:
-        if self.way == "two nodes":
+        if self.way in TWO_NODES:
             self.cluster = VirtualCluster(2, self.num_ranks // 2)
             self.cluster.__enter__()
         return self
@@ -160,8 +170,11 @@ class Run:
     def _start(self, arguments: list[str], variables: dict[str, str]) -> list["subprocess.Popen[Any]"]:
         if self.cluster is not None:
             variables |= {"PYTHON": sys.executable, "OUTPUT": str(self._log), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
+            # Else ranks would meet in the agents' own store, in parts of it that agents count apart.
+            variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+            agent = AGENT.format(meeting=MEETING[self.way])
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            return self.cluster.start(["sh", "-c", AGENT, "agent", *arguments], variables, one_per_node=True, **quiet)
+            return self.cluster.start(["sh", "-c", agent, "agent", *arguments], variables, one_per_node=True, **quiet)
         restarts = [f"--restarts={RESTARTS}"] if self.way == "restarts" else []
         with self._log.open("ab") as log:
             process = subprocess.Popen(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.bench.chaos import hook
-from lockstep.bench.chaos.faults import LAUNCHER, Fault
+from lockstep.bench.chaos.faults import LAUNCHER, RESTARTING, TWO_NODES, Fault
 from lockstep.bench.chaos.find import POLL_S, find_rank, find_ranks, is_alive
 from lockstep.bench.chaos.report import Row
 from lockstep.bench.chaos.runs import GRACE_S, READ_TIMEOUT_S, TIMEOUT_S, Part, Run
@@ -52,7 +52,7 @@ def torment(run: Run, faults: Sequence[Fault]) -> list[Row]:
             outcome = _see_whether_over(run, part)
             if outcome.is_over and not run.is_finished and not run.is_unsaved:
                 run.problems.append(f"{fault.kind} to {fault.victim} in {fault.phase} ended the run: {run.last_words}")
-        elif fault.is_healed and run.way == "restarts":
+        elif fault.is_healed and run.way in RESTARTING:
             outcome = _wait_for_healing(run, part, fault, ranks, num_events, struck)
         elif fault.kind == "full disk" and run.way == "restarts":
             part.wait(FULL_S)
@@ -96,7 +96,7 @@ def _can_be_met(run: Run, fault: Fault) -> bool:
     if fault.target != LAUNCHER:
         return find_rank(run.marker, fault.target) is not None
     # Python answers an interrupt of its own start with a traceback, which says nothing of Lockstep.
-    return not fault.kind.startswith("SIGINT") or run.way == "two nodes" or run.has_taken_over()
+    return not fault.kind.startswith("SIGINT") or run.way in TWO_NODES or run.has_taken_over()
 
 
 def _see_whether_over(run: Run, part: Part) -> Outcome:
