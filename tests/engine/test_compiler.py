@@ -49,18 +49,19 @@ def test_no_headers_are_kept_among_temporary_files(tmp_path: Path, monkeypatch: 
     headers: list[object] = []
     monkeypatch.setattr(config, "cpp_cache_precompile_headers", True)
     monkeypatch.setattr(config.cpp, "simdlen", 1)  # or it compiles a program for every kind of vectors
+    monkeypatch.setattr(config.cpp, "cxx", ("true",))  # there need be no compiler for C++
     monkeypatch.setattr(codecache, "_precompile_header", lambda *order, **_: headers.append(order) or "header.h")
     monkeypatch.setenv(COMPILED, str(tmp_path))
 
-    def order_code() -> None:
+    def order_code(answer: int) -> None:
         codecache.CppPythonBindingsCodeCache.load_pybinding_async(
-            ["int"], "int kernel() { return 1; }", submit_fn=lambda work: None
+            ["int"], f"int kernel() {{ return {answer}; }}", submit_fn=lambda work: None
         )
 
-    order_code()
+    order_code(1)
     assert len(headers) == 1
     guard_compiled()
-    order_code()
+    order_code(2)  # which is not known yet
     assert len(headers) == 1
 
 
