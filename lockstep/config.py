@@ -545,7 +545,7 @@ class CommConfig(Section):
         ge=0,
         le=LONGEST_S,
         description="longest time for measuring before step 0, beyond one rehearsed and one sent step and compiling; "
-        "0: nothing is sent, and only a GPU's ways to execute the step are compared",
+        "0: no all-reduces are compared, only a GPU's ways to execute the step",
     )
     timeout_s: float = Field(
         default=600.0, gt=0, le=LONGEST_S, description="a rank silent for this long ends the run, in seconds"

@@ -5,8 +5,6 @@ import os
 import stat
 from pathlib import Path
 
-from lockstep.errors import SharedError
-
 WRITING = 0o022
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"  # where torch's compiler keeps its code
 
@@ -31,21 +29,3 @@ def find_compiled() -> Path:
     """Where torch's compiler keeps its code if nobody says otherwise: in the user's own cache."""
     place = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(place).absolute() / "lockstep-compiled"
-
-
-def guard_compiled() -> None:
-    """Before anything is compiled: torch unpickles and runs what it finds in that folder, whoever has put it there.
-
-    By itself it takes one in /tmp, with a name that anybody can guess. Whoever names a folder is believed.
-    """
-    folder = find_compiled()
-    if os.environ.setdefault(COMPILED, str(folder)) != str(folder):
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        make_private(folder, WRITING)  # torch itself lets others read what it makes
-    except OSError as error:
-        raise SharedError(
-            f"torch's compiler cannot keep its code in {folder} ({error.strerror or error}); set {COMPILED} to a "
-            "folder that only you can write to."
-        ) from error

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.ranks import find_port
@@ -118,3 +119,10 @@ def test_every_file_on_the_walk_is_there() -> None:
     named = [(name, files) for row in read_walk() for name, files in list_named(row).items()]
     assert len(named) > 100
     assert [name for name, files in named if not files] == []
+
+
+def test_the_layers_that_the_docs_show_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
+        assert "```\n" + "\n".join(layers) + "\n```" in (ROOT / page).read_text(), page

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.private import guard_compiled
+from lockstep.engine.compiler import guard_compiled
 
 MIB = 1 << 20
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25, 1  # what DDP does when nobody says anything

@@ -21,10 +21,10 @@ from lockstep.bench.device_time import count_copies, measure_cold, measure_copy,
 from lockstep.bench.norm_launches import Copy, build_copy, build_launches, build_norms, call_norm
 from lockstep.bench.norm_shapes import HALF_BYTES, Use, find_norms, list_passes
 from lockstep.bench.results import check_files, write_rows
+from lockstep.engine.compiler import guard_compiled
 from lockstep.errors import LockstepError
 from lockstep.kernels import has_triton
 from lockstep.models import RESNET_DEPTHS
-from lockstep.private import guard_compiled
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import assemble, build_network, build_train_pipeline, open_sources, set_number_formats
+from lockstep.engine.compiler import guard_compiled
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.planning import choose_plan
 from lockstep.errors import LockstepError
 from lockstep.models.outside import require
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import explain_choice
-from lockstep.private import guard_compiled
 from lockstep.report.phrases import describe_trials
 
 LR, WEIGHT_DECAY = 1e-3, 0.05

@@ -26,11 +26,11 @@ from lockstep.bench.turns import first_line
 from lockstep.config import DataConfig, ModelConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig, to_toml
 from lockstep.data.order import steps_per_epoch
 from lockstep.engine.account import forget_peak, read_peak
+from lockstep.engine.compiler import guard_compiled
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Evaluated, Notice, RunEnded, StepDone, read_events
 from lockstep.files import write_whole
 from lockstep.models.weights import read_weights
-from lockstep.private import guard_compiled
 from lockstep.processes import follow_launcher
 
 LABEL_SMOOTHING = 0.1

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.engine.compiler import guard_compiled
 from lockstep.errors import LockstepError
-from lockstep.private import guard_compiled
 
 CLASSES = 1000
 IMAGE_SIZE = 224

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from lockstep.comm.fusion import ReductionPlan
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts
+from lockstep.engine.compiler import guard_compiled
 from lockstep.engine.recorded import RecordedStep, take_odd_step
 from lockstep.engine.step import Asked, train_step
 from lockstep.models import set_fused
 from lockstep.plan.plan import Compile, Execution
-from lockstep.private import guard_compiled
 
 
 class Step(Protocol):

@@ -197,6 +197,11 @@ def assemble(
         start=hybrid.start if hybrid else None,
         pulse=world.pulse,
     )
+    rule = build_rule(config, layout, world.device)
+    if isinstance(
+        rule, Svrg
+    ):  # before the first anchor only trials step, and all zeros would run faster than a network
+        rule.anchor.copy_(weights)
     return Parts(
         model=model.train(),
         layout=layout,
@@ -207,7 +212,7 @@ def assemble(
         reducer=reducer,
         hybrid=hybrid,
         topology=topology,
-        rule=build_rule(config, layout, world.device),
+        rule=rule,
         lr=torch.zeros((), device=world.device),
         note=torch.zeros(NUM_NOTES, device=world.device),
         loss_scale=build_loss_scale(config, layout, world.device),

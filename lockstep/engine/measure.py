@@ -55,7 +55,7 @@ from lockstep.plan.plan import (
 )
 from lockstep.plan.profile import StepTime, Trial, time_slots
 
-# Where nothing is to be sent, a GPU's ways to execute the step are compared all the same, within this.
+# Where no reductions are to be compared, a GPU's ways to execute the step are all the same, within this.
 USUAL_S = 20.0
 # The shares of the time that is left: for passes of a rehearsal after the first, then for single messages; the rest
 # tries whole steps.

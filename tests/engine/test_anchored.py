@@ -21,7 +21,7 @@ from lockstep.engine.build import Parts, assemble, build_network, build_train_pi
 from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.state import list_changing
-from lockstep.engine.step import train_step
+from lockstep.engine.step import LOSS, train_step
 from lockstep.engine.trainer import StopRequest, Trainer
 from lockstep.errors import LockstepError
 from lockstep.events import AnchorTaken, EpochDone, Event, Notice, RunEnded, StepDone
@@ -394,6 +394,19 @@ def test_only_passes_at_the_iterate_move_running_statistics(configs: dict[str, R
     train_step(parts, batch, 0.01)
     assert not all(map(torch.equal, parts.model.buffers(), before))
     assert int(parts.model.get_buffer("1.num_batches_tracked")) == 1
+
+
+@pytest.mark.parametrize("case", ["svrg", "halp8"])
+def test_before_the_first_anchor_trials_step_with_the_weights_that_there_are(
+    configs: dict[str, RunConfig], case: str
+) -> None:
+    """What a step of none would run on, and how long it takes a GPU, is not what a run's steps do."""
+    parts = build(configs[case], world_of_one(), "normed")
+    weights = parts.weights.clone()
+    losses = [train_step(parts, fake_batch(configs[case], world_of_one()), 0.0)[LOSS].item() for _ in range(2)]
+    assert torch.equal(parts.weights, weights)
+    assert weights.any()
+    assert losses[0] == losses[1]
 
 
 def test_gradients_in_several_passes_are_those_of_one(images: Path) -> None:

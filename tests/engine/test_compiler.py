@@ -1,12 +1,13 @@
-"""Folders that nobody else can have put something into."""
+"""What torch's compiler keeps, nobody else can have put there."""
 
 import os
 from pathlib import Path
 
 import pytest
 
+from lockstep.engine.compiler import guard_compiled
 from lockstep.errors import LockstepError
-from lockstep.private import COMPILED, find_compiled, guard_compiled
+from lockstep.private import COMPILED, find_compiled
 from tests.engine import commands
 
 
@@ -39,6 +40,29 @@ def test_a_folder_that_the_user_names_is_believed(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(COMPILED, str(tmp_path / "shared"))
     guard_compiled()
     assert not (tmp_path / "shared").exists()
+
+
+def test_no_headers_are_kept_among_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever folder torch is given for its code. The code is not compiled here, all that comes before is done."""
+    from torch._inductor import codecache, config
+
+    headers: list[object] = []
+    monkeypatch.setattr(config, "cpp_cache_precompile_headers", True)
+    monkeypatch.setattr(config.cpp, "simdlen", 1)  # or it compiles a program for every kind of vectors
+    monkeypatch.setattr(config.cpp, "cxx", ("true",))  # there need be no compiler for C++
+    monkeypatch.setattr(codecache, "_precompile_header", lambda *order, **_: headers.append(order) or "header.h")
+    monkeypatch.setenv(COMPILED, str(tmp_path))
+
+    def order_code(answer: int) -> None:
+        codecache.CppPythonBindingsCodeCache.load_pybinding_async(
+            ["int"], f"int kernel() {{ return {answer}; }}", submit_fn=lambda work: None
+        )
+
+    order_code(1)
+    assert len(headers) == 1
+    guard_compiled()
+    order_code(2)  # which is not known yet
+    assert len(headers) == 1
 
 
 def test_a_run_that_compiles_does_not_use_a_strangers_folder(tmp_path: Path) -> None:
