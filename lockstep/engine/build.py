@@ -198,10 +198,7 @@ def assemble(
         pulse=world.pulse,
     )
     rule = build_rule(config, layout, world.device)
-    if isinstance(
-        rule, Svrg
-    ):  # before the first anchor only trials step, and all zeros would run faster than a network
-        rule.anchor.copy_(weights)
+    rule.begin(weights)
     return Parts(
         model=model.train(),
         layout=layout,

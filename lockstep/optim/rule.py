@@ -250,6 +250,10 @@ class Rule(ABC):
         )
         return self._kernels
 
+    def begin(self, weights: Tensor) -> None:
+        """Before any step, trials included; usually nothing."""
+        return
+
     def refresh(self) -> None:
         """Bring what is derived up to date after the state arrays were changed from outside a step; usually nothing."""
         return

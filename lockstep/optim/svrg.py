@@ -56,6 +56,11 @@ class Svrg(Rule):
         return self._state["offset"]
 
     @torch.no_grad()
+    def begin(self, weights: Tensor) -> None:
+        """Trials come before the first anchor, and all zeros would run faster than a network."""
+        self.anchor.copy_(weights)
+
+    @torch.no_grad()
     def recentre(self, weights: Tensor, mean_gradient: Tensor) -> None:
         """w̃ ← w̃ + z, which the weights are; z ← 0; g̃ ← the mean over all samples at w̃, in FP64, and its decay."""
         self.anchor.copy_(weights)
