@@ -67,7 +67,7 @@ def _list_results(runs: Sequence[Run]) -> list[Result]:
         Result("top-1, averaged weights", _tell("average_top1"), percent, is_share=True),
         Result("best top-1", _find_best, percent, is_share=True),
     ]
-    reached = [best for run in runs if (best := number(_find_best(run))) is not None]
+    reached = [best for run in runs if (best := number(_find_best(run)))]  # none right is reached by every run
     if reached:
         goal = min(reached)
         results.append(Result(f"time to {percent(goal)}", lambda run: _time_to(run.history.summary, goal), tell_time))

@@ -58,7 +58,7 @@ class Document:
     connect: str = "'none'"  # from where the page may fetch
     draws: bool = True  # whether it has charts, or will have; without, plotly.js stays out
     footer: str = (
-        "Made by Lockstep from the run's own records. Nothing in this page was fetched, and nothing leaves it."
+        "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
     )
 
 
@@ -183,7 +183,7 @@ def build_table(numbers: Numbers, *, name: str = "", is_whole: bool = False) -> 
         for place in range(len(numbers.heads))
     ]
     heads = "".join(
-        f'<th scope="col"{_align(right and place > 0)}>{escape(head)}</th>'
+        f'<th scope="col"{_align(right and place > 0)}>{tell(head)}</th>'
         for place, (head, right) in enumerate(zip(numbers.heads, is_right, strict=True))
     )
     rows = "".join(_build_row(row, is_right) for row in numbers.rows)

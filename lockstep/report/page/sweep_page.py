@@ -24,7 +24,7 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
         charts.append(draw_places(sweep, places, "steps_to"))
     bad = [row for row in rows if row.status in ("diverged", "failed")]
     done = sum(row.is_settled for row in rows)
-    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(list_trials(rows))
+    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(list_trials(rows, sweep.target))
     sections = [
         Section("chart", "Results", charts=[chart for chart in charts if chart]),
         Section("table", "Best of each cell", body=build_table(best, name="places", is_whole=True)),
@@ -34,8 +34,7 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
     facts += f" Commit {commit}." if commit else ""
     note = f"<p>{escape(sweep.description)}</p>" if sweep.description else ""
     header = f'<p class="kind">Lockstep · sweep</p><h1>{escape(name)}</h1>{note}<p>{escape(facts)}</p>'
-    footer = "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
-    return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections, footer=footer))
+    return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections))
 
 
 def drop_empty_columns(numbers: Numbers) -> Numbers:
@@ -83,7 +82,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     return Chart(
         name=what.replace("_", "-"),
         title=title,
-        says=f"{says}.",
+        says=f"{'In percent: ' if is_share else ''}{says}.",
         traces=traces,
         layout={"xaxis": xaxis, "yaxis": yaxis},
         height=420,
@@ -108,8 +107,9 @@ def _draw(place: int, name: str, found: Sequence[tuple[Any, Spread]], is_share: 
     }
 
 
-def list_trials(rows: Sequence[Row]) -> Numbers:
+def list_trials(rows: Sequence[Row], target: float | None) -> Numbers:
     """What every trial gave."""
+    goal = f"{100 * (target or 0):g} %"
     heads = [
         "trial",
         "settings",
@@ -118,8 +118,8 @@ def list_trials(rows: Sequence[Row]) -> Numbers:
         "top-1, %",
         "of the average, %",
         "best, %",
-        "steps to",
-        "seconds to",
+        f"steps to {goal}",
+        f"seconds to {goal}",
     ]
     heads += ["images/s", "time"]
     told = []
