@@ -166,15 +166,15 @@ def describe_trials(trials: Sequence[Mapping[str, Any]], batch: int) -> list[str
     return lines + ([explained] if (explained := explain_slower(trials)) else [])
 
 
-def explain_slower(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Why the quickest was not taken; empty where it was."""
+def explain_slower(trials: Sequence[Mapping[str, Any]], mark: str = " (*)") -> str:
+    """Why the quickest was not taken; empty where it was. `mark` is how the chosen one is known among the others."""
     working = sorted((trial for trial in trials if not trial["failure"]), key=lambda trial: trial["seconds"])
     chosen = next((trial for trial in working if trial["chosen"]), None)
     if chosen is None or chosen is working[0]:
         return ""
     ahead = percent(1 - working[0]["seconds"] / chosen["seconds"])
     return (
-        f"The quickest is ahead of the chosen one (*) by {ahead}; {chosen['rule']} stays unless it is slower by more "
+        f"The quickest is ahead of the chosen one{mark} by {ahead}; {chosen['rule']} stays unless it is slower by more "
         f"than {100 * MARGIN:.0f} %, because less may be noise."
     )
 
