@@ -178,6 +178,14 @@ def test_one_record_went_nowhere_and_is_told_as_one() -> None:
         assert words in page, words
 
 
+def test_the_highest_learning_rate_is_one_of_those_recorded() -> None:
+    falling = [replace(stepped(step, 1000 + step), lr=lr) for step, lr in ((1, 0.5), (10, 0.25))]
+    words = "The learning rate was 0.5 at step 1, the highest that was recorded"
+    assert f"{words}, and 0.25 at the end." in read_text(build_report([started(), *falling]))
+    rising = [falling[1], replace(falling[0], step=20)]
+    assert "was 0.5 at step 20, the highest that was recorded. " in read_text(build_report([started(), *rising]))
+
+
 def test_shares_of_the_steps_are_told_from_those_of_all_the_time() -> None:
     page = read_text(build_report(make_run(steps=300)))
     assert re.search(r"Of 0:\d\d: computing .* Of the steps alone: \d+ % compute, ", page)
@@ -335,6 +343,12 @@ def test_a_run_that_goes_on_or_was_killed_is_judged_too() -> None:
     assert "compute" in sentence
     assert sentence in read_text(build_report(events))
     assert sentence in build_state(events)["main"].replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_live_page_has_no_table_that_its_charts_leave_behind() -> None:
+    events = [event for event in make_run(steps=300) if not isinstance(event, RunEnded)]
+    assert "<table" in build_report(events)
+    assert "<table" not in build_state(events)["main"]
 
 
 def _spoil_plan(event: Event) -> Event:

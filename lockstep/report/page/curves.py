@@ -126,7 +126,9 @@ def draw_rate(history: History) -> Chart | None:
         return None
     highest = max(told, key=lambda point: point[1])
     at_its_highest = f"{highest[1]:.3g} at step {highest[0].step:,}"
-    ended = f", the highest that was recorded, and {told[-1][1]:.3g} at the end" if len(told) > 1 else ""
+    if len(told) > 1:
+        at_its_highest += ", the highest that was recorded"
+    ended = f", and {told[-1][1]:.3g} at the end" if told[-1][1] < highest[1] else ""
     return Chart(
         name="lr",
         title="Learning rate",
