@@ -10,7 +10,7 @@ from lockstep.report.history import number
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
 from lockstep.report.page.compare_page import COLORS, DASHES
 from lockstep.report.page.document import Document, Section, build_document, build_table, escape
-from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, tabulate
+from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, show_value, tabulate
 
 BATCH = "train.global_batch"
 MANY_TIMES = 8  # from the least to the greatest value: from here on an axis is logarithmic
@@ -51,7 +51,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     for place in places:
         point = dict(place.point)
         x = point.pop(key, place.cell)
-        others = [f"{name.rpartition('.')[2]} {value}" for name, value in point.items()]
+        others = [f"{name.rpartition('.')[2]} {show_value(value)}" for name, value in point.items()]
         spread = place.accuracy if what == "accuracy" else place.steps_to
         found = groups.setdefault(", ".join([place.cell, *others] if key else others), [])
         found += [(x, spread)] if spread.mean is not None else []
@@ -65,7 +65,9 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     traces = [_draw(colored.index(name), name, found, is_share) for name, found in groups.items()]
     says = "; ".join(
         f"{name}: "
-        + ", ".join(f"{x} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
+        + ", ".join(
+            f"{show_value(x)} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found
+        )
         for name, found in groups.items()
     )
     values = [value for found in groups.values() for x, _ in found if (value := number(x)) is not None]
@@ -127,7 +129,7 @@ def list_trials(rows: Sequence[Row], target: float | None) -> Numbers:
     has_average = any(row.average_top1 != row.top1 for row in rows)
     for row in rows:
         trial = row.trial
-        point = [f"{key.rpartition('.')[2]} {value}" for key, value in trial.point]
+        point = [f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in trial.point]
         numbers = [
             NONE if value is None else f"{factor * value:,.{digits}f}"
             for value, factor, digits in (
