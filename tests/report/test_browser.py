@@ -133,6 +133,10 @@ def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, sche
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7
+    if width == 1400:
+        page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
+        hidden = "[...document.querySelectorAll('figure .scroll')].map((one) => one.scrollWidth - one.clientWidth)"
+        assert set(page.run(hidden)) == {0}
 
 
 def test_where_a_run_went_on_is_marked_inside_the_chart(page: Page, tmp_path: Path) -> None:

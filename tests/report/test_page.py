@@ -133,7 +133,7 @@ def test_a_table_has_every_curve_of_its_chart_and_every_evaluation() -> None:
     assert heads == ["step", "epoch", "time", "training, top-1", "validation, top-1", "validation, top-5"]
     assert table.count("90.0 %") == 40
     assert "98.7 %" in table
-    rows = re.findall(r'<th scope="row">([^<]+)', table)
+    rows = re.findall(r'<th scope="row"[^>]*>([^<]+)', table)
     assert (rows[0], rows[-1]) == ("1", "400")
     assert "training</th>" in page
     assert "validation</th>" in page

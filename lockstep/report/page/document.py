@@ -200,7 +200,8 @@ def _build_row(row: Sequence[str], is_right: Sequence[bool]) -> str:
     cells = "".join(
         f"<td{_align(right)}>{escape(cell)}</td>" for cell, right in zip(row[1:], is_right[1:], strict=False)
     )
-    return f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>'
+    short = ' class="short"' if is_right[0] else ""  # a step, which needs no room for words
+    return f'<tr><th scope="row"{short}>{escape(row[0])}</th>{cells}</tr>'
 
 
 def _align(right: bool) -> str:
