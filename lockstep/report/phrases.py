@@ -52,6 +52,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def count_epochs(epochs: float, digits: int = 4) -> str:
+    """A number of epochs to so many digits, and every digit before the point: 0.25, 90.5, 12,345."""
+    return f"{epochs:,.0f}" if epochs >= 10 ** (digits - 1) else f"{epochs:.{digits}g}"
+
+
 def count_parameters(number: int) -> str:
     """How large a network is: 25.6 M parameters, 0.177 M parameters, 258 parameters."""
     if number < LEAST_IN_MILLIONS:
@@ -92,7 +97,7 @@ def _describe_line(event: Event) -> str:
             )
         case Evaluated():
             return (
-                f"validation at epoch {event.epoch:.4g}: top-1 {percent(event.top1)}"
+                f"validation at epoch {count_epochs(event.epoch)}: top-1 {percent(event.top1)}"
                 f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}"
                 f"{'' if event.average_top1 is None else f', averaged weights {percent(event.average_top1)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
@@ -187,9 +192,9 @@ def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
 
 def describe_place(step: StepDone, start: RunStarted) -> list[str]:
     """How far training is."""
-    epochs = f"{start.steps_total / start.steps_per_epoch:.3g}"
+    epochs = count_epochs(start.steps_total / start.steps_per_epoch, 3)
     decimals = max(1, len(epochs.partition(".")[2]))  # as many as the total has
-    return [f"epoch {step.epoch:.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
+    return [f"epoch {step.epoch:,.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
 
 
 def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: float | None = None) -> list[str]:

@@ -17,7 +17,7 @@ from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.prediction_section import tell_prediction
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
-from lockstep.report.phrases import count, count_parameters, percent, plural
+from lockstep.report.phrases import count, count_epochs, count_parameters, percent, plural
 
 REPORT_NAME = "report.html"
 JOULES_PER_KWH = 3.6e6
@@ -153,7 +153,7 @@ def _list_facts(summary: dict[str, Any], is_predicted: bool) -> list[tuple[str, 
 
 
 def tell_epochs(epochs: float) -> str:
-    return f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}"
+    return f"{count_epochs(epochs)} epoch{'' if epochs == 1 else 's'}"
 
 
 def _build_equation(summary: dict[str, Any]) -> str:
