@@ -11,7 +11,7 @@ from lockstep.report.compare import NONE, head_changes, list_differing, tell_cha
 from lockstep.report.history import History, number
 from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.run_page import flatten
-from lockstep.report.phrases import count, count_epochs, percent
+from lockstep.report.phrases import brief, count, percent
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _list_results(runs: Sequence[Run]) -> list[Result]:
         *results,
         Result("running time", _tell("wall_s"), tell_time),
         Result("steps", _tell("steps"), lambda value: f"{value:,.0f}"),
-        Result("epochs", _tell("epochs"), count_epochs),
+        Result("epochs", _tell("epochs"), brief),
         Result("T, images/s", _tell("T"), count),
         Result("S, images/s of one rank", _tell("S"), count),
         Result("N, ranks", _tell("N"), lambda value: f"{value:,.0f}"),

@@ -52,9 +52,9 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def count_epochs(epochs: float, digits: int = 4) -> str:
-    """A number of epochs to so many digits, and every digit before the point: 0.25, 90.5, 12,345."""
-    return f"{epochs:,.0f}" if epochs >= 10 ** (digits - 1) else f"{epochs:.{digits}g}"
+def brief(number: float, digits: int = 4) -> str:
+    """A number to so many digits, and every digit before the point: 0.25, 90.5, 12,345."""
+    return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"
 
 
 def count_parameters(number: int) -> str:
@@ -92,12 +92,12 @@ def _describe_line(event: Event) -> str:
             )
         case RunPredicted():
             return (
-                f"Predicted: {event.step_s * 1e3:,.4g} ms a step, {count(event.images_per_second)} images/s, "
+                f"Predicted: {brief(event.step_s * 1e3)} ms a step, {count(event.images_per_second)} images/s, "
                 f"{clock(event.train_s)} for {plural(event.steps, 'step')}"
             )
         case Evaluated():
             return (
-                f"validation at epoch {count_epochs(event.epoch)}: top-1 {percent(event.top1)}"
+                f"validation at epoch {brief(event.epoch)}: top-1 {percent(event.top1)}"
                 f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}"
                 f"{'' if event.average_top1 is None else f', averaged weights {percent(event.average_top1)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
@@ -192,7 +192,7 @@ def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
 
 def describe_place(step: StepDone, start: RunStarted) -> list[str]:
     """How far training is."""
-    epochs = count_epochs(start.steps_total / start.steps_per_epoch, 3)
+    epochs = brief(start.steps_total / start.steps_per_epoch, 3)
     decimals = max(1, len(epochs.partition(".")[2]))  # as many as the total has
     return [f"epoch {step.epoch:,.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
 

@@ -225,6 +225,10 @@ def test_hours_cost_what_a_reader_says_they_do() -> None:
     page = read_text(build_report(records, price=2.5))
     assert "$ 7.50 at $ 2.5 a device hour" in page
     assert "kWh" not in page
+    many = [*records[:2], ended(10, 1006, 9e6, energy_j=7.2e9)]
+    told = read_text(build_report(many))
+    assert "2,000 kWh" in told
+    assert "device hours 5,000" in told
     drew = [*records[:2], ended(10, 1006, 5400.0, energy_j=7.2e6)]
     assert "2 kWh" in read_text(build_report(drew, price=0.0))
     assert "$" not in read_text(build_report(drew))

@@ -8,7 +8,7 @@ from lockstep.events import CheckpointSaved, Evaluated
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
 from lockstep.report.page.log_axis import build_log_axis
-from lockstep.report.phrases import count, count_epochs, looks_twice, percent, plural
+from lockstep.report.phrases import brief, count, looks_twice, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
 MOST_ROWS, MOST_EVALUATIONS = 12, 60  # of a table of numbers
@@ -291,7 +291,7 @@ def _tell(*columns: Column) -> Numbers:
         kept |= {keys[index] for index in sample_rows(len(keys), MOST_EVALUATIONS if column.is_whole else MOST_ROWS)}
         kept |= {keys[values.index(min(values))], keys[values.index(max(values))]}
     rows = [
-        [f"{key[0]:,}", count_epochs(key[1]), tell_time(times[key]), *cells[key]]
+        [f"{key[0]:,}", brief(key[1]), tell_time(times[key]), *cells[key]]
         for key in sorted(kept, key=times.__getitem__)
     ]
     return Numbers(["step", "epoch", "time", *(column.head for column in columns)], rows)

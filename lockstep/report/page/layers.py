@@ -7,7 +7,7 @@ from lockstep.events import LayersMeasured
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import LONGEST_LABEL, Chart, Numbers, label, place, sample_rows
 from lockstep.report.page.document import Section
-from lockstep.report.phrases import plural
+from lockstep.report.phrases import brief, plural
 
 MOST_COLUMNS = 160
 MOST_LAYERS = 400
@@ -53,7 +53,8 @@ def _draw_map(
     smallest, largest = min(last, default=None), max(last, default=None)
     says = f"{title} of {len(layers)} layers at {plural(len(columns), 'step')}"
     if smallest and largest:
-        says += f"; at the end from {10 ** smallest[0]:.2g} ({smallest[1]}) to {10 ** largest[0]:.2g} ({largest[1]})"
+        low_end, high_end = (f"{brief(10**value, 2)} ({layer})" for value, layer in (smallest, largest))
+        says += f"; at the end from {low_end} to {high_end}"
     return Chart(
         name=name,
         title=title,
@@ -96,7 +97,7 @@ def _log(value: object) -> float | None:
 
 
 def _show(value: float | None) -> str:
-    return "–" if value is None else f"{10**value:.3g}"
+    return "–" if value is None else brief(10**value, 3)
 
 
 def _ticks(count: int) -> list[int]:
