@@ -180,7 +180,8 @@ def _show_score(trained: "TrainedNetwork", result: "Score", told: str) -> None:
     from lockstep.report.phrases import percent, plural
 
     console, accuracy, names = Console(), result.accuracy, trained.classes
-    print_plain(console, f"{name_weights(trained)}, on {told}: {plural(accuracy.total, 'image')}")
+    mirror = ", each with its mirror image" if trained.config.data.eval_flip else ""
+    print_plain(console, f"{name_weights(trained)}, on {told}: {plural(accuracy.total, 'image')}{mirror}")
     absent = [names[place] for place, (_, total) in enumerate(result.classes) if not total]
     if absent:
         listed = ", ".join(absent[:MOST_SHOWN]) + (", …" if len(absent) > MOST_SHOWN else "")

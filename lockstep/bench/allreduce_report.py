@@ -1,6 +1,7 @@
 """The all-reduce benchmark's rows, for people: a table in the terminal, a chart on a page of its own. Torch-free."""
 
 import importlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ def _describe_cell(row: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
 
 
 def write_chart(file: Path, rows: Rows) -> None:
-    """One page that needs nothing else: seconds over bytes, both logarithmic, with the model's curves dotted."""
+    """One page that needs nothing else: milliseconds over bytes, both logarithmic, with the model's curves dotted."""
     figure = importlib.import_module("plotly.graph_objects").Figure()
     colors = ("#444444", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728")
     for index, algorithm in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
@@ -65,8 +66,8 @@ def write_chart(file: Path, rows: Rows) -> None:
         sizes = [row["bytes"] for row in mine]
         figure.add_scatter(
             x=sizes,
-            y=[row["median_s"] for row in mine],
-            error_y={"array": [row["spread_s"] / 2 for row in mine], "visible": True, "thickness": 1},
+            y=[1e3 * row["median_s"] for row in mine],
+            error_y={"array": [1e3 * row["spread_s"] / 2 for row in mine], "visible": True, "thickness": 1},
             text=[row["choice"] for row in mine],
             name=algorithm,
             legendgroup=algorithm,
@@ -76,7 +77,7 @@ def write_chart(file: Path, rows: Rows) -> None:
         if all(row["predicted_s"] is not None for row in mine):
             figure.add_scatter(
                 x=sizes,
-                y=[row["predicted_s"] for row in mine],
+                y=[1e3 * row["predicted_s"] for row in mine],
                 name=f"{algorithm}, model",
                 legendgroup=algorithm,
                 showlegend=False,
@@ -84,15 +85,19 @@ def write_chart(file: Path, rows: Rows) -> None:
                 line={"color": color, "width": 1, "dash": "dot"},
             )
     ticks = sorted({row["bytes"] for row in rows})
+    # By the points alone: where a spread is twice a median, a bar down to nothing has no end on a logarithmic axis.
+    points = [1e3 * seconds for row in rows for seconds in (row["median_s"], row["predicted_s"]) if seconds]
+    shown = [math.log10(min(points) / 1.5), math.log10(max(points) * 1.5)]
     figure.update_layout(
-        title=f"All-reduce on {rows[0]['topology']} ranks: medians of the judging rounds; dotted: the fitted model",
+        title=f"All-reduce on {rows[0]['topology']} ranks: medians of the judging rounds; "
+        "bars: as long as the quartiles are apart; dotted: the fitted model",
         xaxis={
             "type": "log",
             "title": "message",
             "tickvals": ticks,
             "ticktext": [describe_bytes(size) for size in ticks],
         },
-        yaxis={"type": "log", "title": "seconds", "exponentformat": "SI", "dtick": "D2"},
+        yaxis={"type": "log", "title": "milliseconds", "dtick": "D2", "range": shown},
         template="plotly_white",
     )
     figure.write_html(file, include_plotlyjs=True, full_html=True)

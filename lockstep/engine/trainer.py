@@ -278,6 +278,8 @@ class Trainer:
         self.parts.clock.mark("other")
         if taken:
             self._emit(taken)
+            if self.account.is_empty:
+                self.startup.mark("full gradient")  # which is no part of the first step
         elif self.state.step:
             self.keeper.save(self.state)
         return taken is not None

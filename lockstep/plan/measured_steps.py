@@ -2,8 +2,8 @@
 
 Computing, waiting for input and for others are those of all steps but the first, on all ranks. How computing divides
 into passes, how much longer the slowest rank takes and how long messages last is read off the timelines, a few steps of
-every rank. A message lasts from when the last rank joins in: as long as on the rank that waited least. Nothing in a
-record is trusted.
+every rank. A message lasts from when the last rank joins in: as long as on the rank that waited least. Whoever waits
+longer than all messages last waits for a rank. Nothing in a record is trusted.
 """
 
 import math
@@ -80,14 +80,19 @@ def measure_steps(part: Sequence[Event], predicted: RunPredicted) -> Measured | 
     step_s = ended.train_s / num_steps
     input_s, compute_s, wait_s = (share * step_s for share in shares)
     timelines = [event for event in part if isinstance(event, TimelineTaken) and event.num_steps > 0]
+    messages_s = _time_messages(timelines, predicted.world_size)
+    slowest_s = _find_slowest(timelines, predicted.world_size, wait_s)
+    if slowest_s is not None and messages_s is not None:
+        # Timelines are of a few steps alone: what all steps waited beyond messages they waited for a rank.
+        slowest_s = max(slowest_s, wait_s - messages_s)
     return Measured(
         step_s=step_s,
         input_s=input_s,
         compute_s=compute_s,
         wait_s=wait_s,
         passes=_divide(timelines, compute_s),
-        slowest_s=_find_slowest(timelines, predicted.world_size, wait_s),
-        messages_s=_time_messages(timelines, predicted.world_size),
+        slowest_s=slowest_s,
+        messages_s=messages_s,
         on_cpu=start.device.endswith("CPU"),
         ended=ended,
     )

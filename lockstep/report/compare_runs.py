@@ -11,7 +11,7 @@ from lockstep.report.compare import NONE, head_changes, list_differing, tell_cha
 from lockstep.report.history import History, number
 from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.run_page import flatten
-from lockstep.report.phrases import count, percent
+from lockstep.report.phrases import brief, count, percent
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _list_results(runs: Sequence[Run]) -> list[Result]:
         Result("top-1, averaged weights", _tell("average_top1"), percent, is_share=True),
         Result("best top-1", _find_best, percent, is_share=True),
     ]
-    reached = [best for run in runs if (best := number(_find_best(run))) is not None]
+    reached = [best for run in runs if (best := number(_find_best(run)))]  # none right is reached by every run
     if reached:
         goal = min(reached)
         results.append(Result(f"time to {percent(goal)}", lambda run: _time_to(run.history.summary, goal), tell_time))
@@ -75,7 +75,7 @@ def _list_results(runs: Sequence[Run]) -> list[Result]:
         *results,
         Result("running time", _tell("wall_s"), tell_time),
         Result("steps", _tell("steps"), lambda value: f"{value:,.0f}"),
-        Result("epochs", _tell("epochs"), lambda value: f"{value:.4g}"),
+        Result("epochs", _tell("epochs"), brief),
         Result("T, images/s", _tell("T"), count),
         Result("S, images/s of one rank", _tell("S"), count),
         Result("N, ranks", _tell("N"), lambda value: f"{value:,.0f}"),

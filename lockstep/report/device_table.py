@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lockstep.plan.device import BatchTime, DeviceProfile
-from lockstep.report.phrases import count, size
+from lockstep.report.phrases import brief, count, size
 
 MOST_LAYERS = 12
 
@@ -38,7 +38,7 @@ def build_batch_table(rows: Sequence[BatchTime]) -> Table:
         table.add_row(
             f"{row.batch:,}",
             count(row.batch / row.step_s),
-            *(f"{1e3 * seconds:.3g}" for seconds in times),
+            *(brief(1e3 * seconds, 3) for seconds in times),
             size(row.memory_bytes),
         )
     return table
@@ -59,8 +59,8 @@ def build_layer_table(row: BatchTime) -> Table:
     for name, layers in shown:
         table.add_row(
             name,
-            f"{1e3 * sum(layer.forward_s for layer in layers):.3g}",
-            f"{1e3 * sum(layer.backward_s for layer in layers):.3g}",
+            brief(1e3 * sum(layer.forward_s for layer in layers), 3),
+            brief(1e3 * sum(layer.backward_s for layer in layers), 3),
             size(sum(layer.activation_bytes for layer in layers)),
             size(sum(num_bytes[slot] for layer in layers for slot in layer.slots)),
         )

@@ -241,6 +241,12 @@ def _tell_limits(subject: Subject, history: History | None) -> str:
         "Its accuracy is that on the validation data above, and on images from elsewhere may be lower.",
         "It sees the middle of an image, and nothing beside it.",
     ]
+    if subject.config.data.eval_flip:
+        limits.append(
+            "Its accuracy is that of the mean of an image's answer and its mirror image's, which is what "
+            "`lockstep predict` tells. The files are the network alone: asked of an image without its mirror image, "
+            "they may be right less often."
+        )
     if subject.config.data.source == "generated":
         limits.append("It was trained on generated pictures of shapes, and is of no use for photographs.")
     if history and history.summary["status"] != "finished":

@@ -53,6 +53,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def brief(number: float, digits: int = 4) -> str:
+    """A number to so many digits, and every digit before the point: 0.25, 90.5, 12,345."""
+    return f"{number:,.0f}" if number >= 10 ** (digits - 1) else f"{number:.{digits}g}"
+
+
 def count_parameters(number: int) -> str:
     """How large a network is: 25.6 M parameters, 0.177 M parameters, 258 parameters."""
     if number < LEAST_IN_MILLIONS:
@@ -88,12 +93,12 @@ def _describe_line(event: Event) -> str:
             )
         case RunPredicted():
             return (
-                f"Predicted: {event.step_s * 1e3:,.4g} ms a step, {count(event.images_per_second)} images/s, "
+                f"Predicted: {brief(event.step_s * 1e3)} ms a step, {count(event.images_per_second)} images/s, "
                 f"{clock(event.train_s)} for {plural(event.steps, 'step')}"
             )
         case Evaluated():
             return (
-                f"validation at epoch {event.epoch:.4g}: top-1 {percent(event.top1)}"
+                f"validation at epoch {brief(event.epoch)}: top-1 {percent(event.top1)}"
                 f"{'' if event.top5 is None else f', top-5 {percent(event.top5)}'}"
                 f"{'' if event.average_top1 is None else f', averaged weights {percent(event.average_top1)}'}  "
                 f"({event.total:,} in {event.seconds:.1f} s)"
@@ -177,15 +182,15 @@ def describe_trials(trials: Sequence[Mapping[str, Any]], batch: int) -> list[str
     return lines + ([explained] if (explained := explain_slower(trials)) else [])
 
 
-def explain_slower(trials: Sequence[Mapping[str, Any]]) -> str:
-    """Why the quickest was not taken; empty where it was."""
+def explain_slower(trials: Sequence[Mapping[str, Any]], mark: str = " (*)") -> str:
+    """Why the quickest was not taken; empty where it was. `mark` is how the chosen one is known among the others."""
     working = sorted((trial for trial in trials if not trial["failure"]), key=lambda trial: trial["seconds"])
     chosen = next((trial for trial in working if trial["chosen"]), None)
     if chosen is None or chosen is working[0]:
         return ""
     ahead = percent(1 - working[0]["seconds"] / chosen["seconds"])
     return (
-        f"The quickest is ahead of the chosen one (*) by {ahead}; {chosen['rule']} stays unless it is slower by more "
+        f"The quickest is ahead of the chosen one{mark} by {ahead}; {chosen['rule']} stays unless it is slower by more "
         f"than {100 * MARGIN:.0f} %, because less may be noise."
     )
 
@@ -198,9 +203,9 @@ def _name_trial(trial: Mapping[str, Any], with_execution: bool) -> str:
 
 def describe_place(step: StepDone, start: RunStarted) -> list[str]:
     """How far training is."""
-    epochs = f"{start.steps_total / start.steps_per_epoch:.3g}"
+    epochs = brief(start.steps_total / start.steps_per_epoch, 3)
     decimals = max(1, len(epochs.partition(".")[2]))  # as many as the total has
-    return [f"epoch {step.epoch:.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
+    return [f"epoch {step.epoch:,.{decimals}f}/{epochs}", f"step {step.step:,}/{start.steps_total:,}"]
 
 
 def describe_state(step: StepDone, evaluated: Evaluated | None, noise_scale: float | None = None) -> list[str]:

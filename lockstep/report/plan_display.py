@@ -9,7 +9,7 @@ from lockstep.plan.cluster import Cluster
 from lockstep.plan.optimizers import RuleRow
 from lockstep.plan.prediction import Impossible, Prediction
 from lockstep.plan.published import Checked, Claim
-from lockstep.report.phrases import count, plural, size
+from lockstep.report.phrases import brief, count, plural, size
 
 BAR = 60  # characters of the longest step
 # What a step is made of, each by a letter.
@@ -28,7 +28,7 @@ def build_plan_table(predictions: Sequence[Prediction], title: str) -> Table:
         table.add_row(
             f"{one.devices:,}",
             f"{one.batch_per_device:,}",
-            f"{one.step_s * 1e3:,.4g}",
+            brief(one.step_s * 1e3),
             count(one.images_per_second),
             count(one.speed_one_rank),
             f"{one.efficiency:.1%}",
@@ -50,7 +50,7 @@ def build_need_table(predictions: Sequence[Prediction]) -> Table:
             f"{one.devices:,}",
             f"{one.nodes:,}",
             "-" if one.dollars is None else f"{one.dollars:,.0f}",
-            "-" if one.energy_j is None else f"{one.energy_j / KWH:,.3g}",
+            "-" if one.energy_j is None else brief(one.energy_j / KWH, 3),
             f"{one.memory_bytes / 1e9:.3g}/{one.memory_limit_bytes / 1e9:.3g}",
             "-" if need is None else count(need.images_per_second),
             "-" if need is None else f"{need.decode_cores:,.0f}/{need.cores or '?'}",
@@ -63,13 +63,13 @@ def tell_long(seconds: float) -> str:
     """A length of time in the unit that fits it."""
     for unit, scale in (("days", 2 * 86400), ("h", 7200), ("min", 120)):
         if seconds >= scale:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:,.3g} {unit}"
+            return f"{brief(seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit], 3)} {unit}"
     return f"{seconds:.3g} s"
 
 
 def draw_steps(predictions: Sequence[Prediction]) -> list[str]:
     """Each step as a bar of letters for its parts, all of the same length: shares, with milliseconds beside them."""
-    return [f"{one.devices:>9,} {draw_bar(one)} {one.step_s * 1e3:,.4g} ms" for one in predictions]
+    return [f"{one.devices:>9,} {draw_bar(one)} {brief(one.step_s * 1e3)} ms" for one in predictions]
 
 
 def draw_bar(one: Prediction) -> str:
@@ -97,8 +97,8 @@ def describe_size(one: Prediction) -> list[str]:
     if one.devices > 1:
         words = list(dict.fromkeys(one.reduction.all_reduces))
         lines.append(
-            f"  {one.reduction.rule}, {one.reduction.text}: {', '.join(words)}; {one.comm_s * 1e3:.3g} ms of messages, "
-            f"{one.parts.communicate_s * 1e3:.3g} ms exposed"
+            f"  {one.reduction.rule}, {one.reduction.text}: {', '.join(words)}; "
+            f"{brief(one.comm_s * 1e3, 3)} ms of messages, {brief(one.parts.communicate_s * 1e3, 3)} ms exposed"
         )
     return lines
 

@@ -210,7 +210,7 @@ def tabulate(sweep: SweepFile, places: Sequence[Place]) -> Numbers:
     heads += ["images/s", "seconds a run", *(["GiB of a GPU"] if has_memory else [])]
     rows = []
     for place in places:
-        row = [place.cell, *(_show(value) for _, value in place.point), str(place.num_trials), str(place.num_bad)]
+        row = [place.cell, *(show_value(value) for _, value in place.point), str(place.num_trials), str(place.num_bad)]
         row += [phrase_settings(place.best), ", ".join(map(str, place.seeds)) or NONE, place.accuracy.phrase(100)]
         if sweep.target is not None:
             row += [
@@ -232,11 +232,12 @@ def phrase_settings(trial: Trial | None) -> str:
     """What was drawn for a trial; a dash where nothing was."""
     if trial is None or not trial.drawn:
         return NONE
-    return ", ".join(f"{key.rpartition('.')[2]} {_show(value)}" for key, value in trial.drawn)
+    return ", ".join(f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in trial.drawn)
 
 
-def _show(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else show(value)
+def show_value(value: object) -> str:
+    """A setting's value as tables of a sweep have it."""
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else show(value)
 
 
 def build_table(sweep: SweepFile, places: Sequence[Place], name: str) -> Table:

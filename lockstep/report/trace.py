@@ -1,7 +1,8 @@
 """A run as a trace for Perfetto or Chrome (chrome://tracing): ranks are processes, their lanes are threads. Torch-free.
 
 The steps that a run drew (`TimelineTaken`) stand where they were taken; evaluations and checkpoints are spans of a
-process of their own, and loss, rate and speed are its counters. Times are microseconds since the run began.
+process of their own, and loss, rate and speed are its counters. Times are microseconds since the run began. Records may
+come from anyone: what is no span, or no number, is left out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Evaluated, Event, RunStarted, StepDone, TimelineTaken
+from lockstep.report.history import number
 
 RUN = 0  # the process that holds what all ranks do together; rank r is process r + 1
 LANES = ("step", "all-reduce", "input")  # in this order, others behind them
@@ -25,7 +27,8 @@ def build_trace(events: Sequence[Event]) -> dict[str, Any]:
     entries += _place_timelines([event for event in events if isinstance(event, TimelineTaken)], start.time_s)
     entries += [entry for event in events for entry in _place_event(event, start.time_s)]
     meta = [entry for entry in entries if entry["ph"] == "M"]
-    rest = sorted((entry for entry in entries if entry["ph"] != "M"), key=lambda entry: entry["ts"])
+    timed = [entry for entry in entries if entry["ph"] != "M" and number(entry["ts"] + entry.get("dur", 0)) is not None]
+    rest = sorted(timed, key=lambda entry: entry["ts"])
     about = {"run": start.run, "recipe": start.recipe}
     return {"traceEvents": meta + rest, "displayTimeUnit": "ms", "otherData": about}
 
@@ -55,17 +58,24 @@ def _place_timelines(timelines: Sequence[TimelineTaken], start_s: float) -> list
                     threads[process, name],
                     begin_s + span["start_s"],
                     length_s,
-                    {"step": span["step"]},
+                    {"step": span["step"]} if type(span.get("step")) is int else {},
                 )
             )
     return entries
+
+
+def _is_span(span: object) -> bool:
+    if not isinstance(span, dict) or "lane" not in span or "name" not in span:
+        return False
+    start, end = number(span.get("start_s")), number(span.get("end_s"))
+    return start is not None and end is not None and end >= start
 
 
 def _spread(spans: Iterable[dict[str, Any]]) -> list[tuple[str, int, dict[str, Any]]]:
     """Each span with its lane and a row of it: spans of one thread must not overlap."""
     ends: dict[str, list[float]] = {}
     placed = []
-    for span in sorted(spans, key=lambda span: (str(span["lane"]), float(span["start_s"]))):
+    for span in sorted(filter(_is_span, spans), key=lambda span: (str(span["lane"]), float(span["start_s"]))):
         lane, rows = str(span["lane"]), ends.setdefault(str(span["lane"]), [])
         row = next((number for number, end in enumerate(rows) if end <= span["start_s"]), len(rows))
         rows[row:] = [float(span["end_s"]), *rows[row + 1 :]]
@@ -76,17 +86,17 @@ def _spread(spans: Iterable[dict[str, Any]]) -> list[tuple[str, int, dict[str, A
 def _place_event(event: Event, start_s: float) -> list[Entry]:
     match event:
         case Evaluated():
-            about = {"step": event.step, "top1": event.top1}
+            about = {"step": event.step, "top1": number(event.top1)}
             return [_span("evaluate", RUN, 1, event.time_s - event.seconds - start_s, event.seconds, about)]
         case CheckpointSaved():  # a thread of its own, as it is written beside whatever else goes on
-            about = {"step": event.step, "waited_s": event.seconds}
+            about = {"step": event.step, "waited_s": number(event.seconds)}
             return [_span("checkpoint", RUN, 2, event.time_s - event.took_s - start_s, event.took_s, about)]
         case StepDone():
             numbers = {"loss": event.loss, "lr": event.lr, "images/s": event.images_per_second}
             return [
                 {"ph": "C", "name": name, "pid": RUN, "ts": _micro(event.time_s - start_s), "args": {name: value}}
                 for name, value in numbers.items()
-                if value == value  # JSON has no NaN
+                if number(value) is not None  # JSON has neither NaN nor infinity
             ]
     return []
 

@@ -3,6 +3,8 @@
 import io
 import itertools
 import json
+import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -198,3 +200,18 @@ def test_the_chart_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "<script src=" not in page
     for name in NAMES:
         assert f'"{name}"' in page
+
+
+def test_a_spread_wider_than_its_median_leaves_the_charts_axis_alone(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    rows = make_rows()
+    ranges = []
+    for file in (tmp_path / "plain.html", tmp_path / "spread.html"):
+        write_chart(file, rows)
+        found = re.search(r'"range":\[(-?[0-9.]+),(-?[0-9.]+)\]', file.read_text().replace(" ", ""))
+        assert found
+        ranges.append([float(end) for end in found.groups()])
+        rows = [{**row, "spread_s": 3 * row["median_s"]} for row in rows]
+    assert ranges[0] == ranges[1]
+    medians = [math.log10(1e3 * row["median_s"]) for row in rows]
+    assert ranges[0][0] < min(medians) < max(medians) < ranges[0][1]

@@ -24,7 +24,7 @@ from lockstep.engine.state import list_changing
 from lockstep.engine.step import LOSS, train_step
 from lockstep.engine.trainer import StopRequest, Trainer
 from lockstep.errors import LockstepError
-from lockstep.events import AnchorTaken, EpochDone, Event, Notice, RunEnded, StepDone
+from lockstep.events import AnchorTaken, EpochDone, Event, Notice, RunEnded, StartedUp, StepDone
 from lockstep.optim.halp import Halp
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
@@ -108,7 +108,7 @@ def train(world: World, configs: dict[str, RunConfig], folder: Path, stop_at: in
         trainer, ear, status = run(world, config, folder / case, stop_at)
         arrays = {name: array.clone() for name, array in list_changing(trainer.parts).over_layout.items()}
         found[case] = {**arrays, "status": status, "anchors": ear.all(AnchorTaken), "epochs": ear.all(EpochDone)}
-        found[case] |= {"folder": str(folder / case), "ended": ear.all(RunEnded)[-1]}
+        found[case] |= {"folder": str(folder / case), "ended": ear.all(RunEnded)[-1], "up": ear.all(StartedUp)}
     return found
 
 
@@ -252,6 +252,12 @@ def test_an_anchor_is_a_pass_over_every_sample_beside_the_epoch(alone: dict[str,
         product = ended.speed_one_rank * ended.world_size * ended.efficiency
         assert ended.images_per_second == pytest.approx(product)
         assert all(a.scale == pytest.approx(a.gradient_norm / (MU * 127), rel=1e-6) for a in anchors)
+
+
+def test_the_first_anchor_is_no_part_of_the_first_step(alone: dict[str, Any]) -> None:
+    (up,) = alone["svrg"]["up"]
+    assert list(up.seconds) == ["plan", "input", "full gradient", "first step"]
+    assert up.seconds["full gradient"] >= alone["svrg"]["anchors"][0].seconds > 0
 
 
 def test_an_anchor_tells_how_far_the_offsets_before_it_reached(

@@ -89,6 +89,15 @@ def test_evaluate_says_what_the_run_said_and_writes_every_pair(trained_run: Path
     assert {one["class"] for one in found["classes"]} == set(found["class_names"])
 
 
+def test_evaluate_says_whether_it_looked_at_mirror_images(trained_run: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    assert "mirror" not in lockstep("evaluate", run, "--ranks", 1)
+    recipe = (run / "config.toml").read_text()
+    assert "eval_flip = false" in recipe
+    (run / "config.toml").write_text(recipe.replace("eval_flip = false", "eval_flip = true"))
+    assert ": 50 images, each with its mirror image\n" in lockstep("evaluate", run, "--ranks", 1)
+
+
 def test_evaluate_on_some_of_the_classes_says_which_are_absent(
     trained_run: Path, named_images: Path, tmp_path: Path
 ) -> None:

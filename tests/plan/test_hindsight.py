@@ -125,6 +125,16 @@ def test_a_slow_rank_is_named() -> None:
     )
 
 
+def test_no_step_waits_longer_for_messages_than_they_last() -> None:
+    # In the steps drawn ranks were level and messages short; over all steps ranks waited 200 ms.
+    found = look(timeline(0, PASSES, [0.03]), timeline(1, PASSES, [0.02]), make_end(comm_s=0.2))
+    measured = measured_of(found)
+    assert measured["all messages, hidden or not"] == pytest.approx(0.02)
+    assert measured["exposed communication"] == pytest.approx(0.02)
+    assert measured["waiting for the slowest rank"] == pytest.approx(0.18)
+    assert "the slowest rank was expected 50.0 ms behind" in found.sentence
+
+
 def test_decoding_on_the_same_cores_is_told_beside_computing_on_a_cpu() -> None:
     says = look(make_input(64.0), make_end(compute_s=0.5)).sentence
     assert says.endswith("; decoding keeps threads on the same cores busy for 250 ms of a step.")  # 16 images of a rank

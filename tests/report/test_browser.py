@@ -4,6 +4,7 @@ import base64
 import io
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from PIL import Image
 
 from lockstep.data.generated import build_generated
-from lockstep.events import EventLog
+from lockstep.events import EventLog, RunEnded, StepDone
 from lockstep.report.page.charts import Numbers
 from lockstep.report.page.contact_sheet import Shot, build_contact_sheet
 from lockstep.report.page.document import Document, Section, build_document, build_table
@@ -44,6 +45,11 @@ FAULTS = """(() => {
         if (box(mark).top < box(text).bottom) faults.push(`a mark lies over ${text.textContent}`);
     }
     for (const plot of document.querySelectorAll('.plot')) {
+        for (const mark of plot.querySelectorAll('.annotation-text')) {
+            for (const tick of plot.querySelectorAll('.ytick text')) {
+                if (over(box(mark), box(tick))) faults.push(`${mark.textContent} lies over ${tick.textContent}`);
+            }
+        }
         const frame = box(plot), figure = box(plot.closest('figure'));
         for (const text of plot.querySelectorAll('.main-svg text')) {
             const at = box(text), isWide = at.left < figure.left || at.right > figure.right;
@@ -127,6 +133,22 @@ def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, sche
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7
+    if width == 1400:
+        page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
+        hidden = "[...document.querySelectorAll('figure .scroll')].map((one) => one.scrollWidth - one.clientWidth)"
+        assert set(page.run(hidden)) == {0}
+
+
+def test_where_a_run_went_on_is_marked_inside_the_chart(page: Page, tmp_path: Path) -> None:
+    """Also at its left edge; and not where a chart begins later than that."""
+    silent = [replace(one, noise_scale=None) if isinstance(one, StepDone) else one for one in make_run(steps=1200)]
+    early = [one for one in silent if getattr(one, "step", 0) <= 30 and not isinstance(one, RunEnded)]
+    events = [*early, *make_run(steps=1200, first=30, begun_s=1.8e9)]
+    page.show(f"file://{write_report(write_run(tmp_path / 'run', events))}")
+    check(page)
+    texts = "[...document.querySelectorAll('#chart-{} .annotation-text')].map((one) => one.textContent)"
+    assert page.run(texts.format("loss")) == ["resumed"]
+    assert page.run(texts.format("noise-scale")) == []
 
 
 def test_a_window_made_narrow_and_wide_again_has_whole_charts(page: Page, made: Path) -> None:

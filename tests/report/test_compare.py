@@ -46,6 +46,14 @@ def test_results_are_those_of_the_summaries(tmp_path: Path) -> None:
     assert "energy, kJ" not in rows
 
 
+def test_what_a_run_without_a_right_answer_reached_is_no_goal(tmp_path: Path) -> None:
+    none_right = [started(run="diverged"), evaluated(10, 1003.0, 0.0)]
+    runs = read_runs([*write_two(tmp_path), write_run(tmp_path / "diverged", none_right)])
+    rows = {row[0]: row[1:4] for row in compare_results(runs).rows}
+    assert rows["best top-1"][2] == "0.0 %"
+    assert rows["time to 80.0 %"] == ["0:12", "0:05", "–"]
+
+
 def test_a_second_run_is_told_by_how_far_it_is_from_the_first(tmp_path: Path) -> None:
     table = compare_results(read_runs(write_two(tmp_path)))
     rows = {row[0]: row[-1] for row in table.rows}

@@ -113,6 +113,8 @@ def test_the_page_is_drawn_whole_on_a_screen_and_on_a_phone(tmp_path: Path) -> N
             drawn = check(page)
             assert drawn == {"bars-top1": 8, "bars-steps-to-30": 8, "bars-images-per-second": 8}
         assert page.run("document.querySelectorAll('#chart-bars-top1 .xerror').length") == 8
+        hidden = "[...document.querySelectorAll('.scroll')].map((one) => one.scrollHeight - one.clientHeight)"
+        assert set(page.run(hidden)) == {0}  # tables are the page, and none is to be scrolled through
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lockstep.plan.plan import Execution
 from lockstep.plan.profile import Trial
 from lockstep.report import display
 from lockstep.report.display import LiveDisplay, PlainDisplay, build_display, fit, progress
-from lockstep.report.phrases import describe, describe_measuring, describe_trials
+from lockstep.report.phrases import brief, describe, describe_measuring, describe_place, describe_trials
 from tests.report.records import ended, epoch_done, evaluated, saved, started, stepped
 
 RUN: list[Event] = [
@@ -59,6 +59,16 @@ def test_the_last_known_noise_scale_stays_in_the_line_and_ends_in_a_useful_batch
         "noise scale 8,765",
     ]
     assert "useful batch       about 5,000, at the end 8,800  (gradient noise scale)" in lines
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [(1, "epoch 0.1/0.1"), (5, "epoch 0.5/0.5"), (905, "epoch 90.5/90.5"), (10_000, "epoch 1,000.0/1,000")],
+)
+def test_epochs_are_told_without_powers_of_ten(steps: int, told: str) -> None:
+    assert describe_place(stepped(steps, 1005.0), started(steps_total=steps))[0] == told
+    assert [brief(number) for number in (0.25, 999.5, 12_345.6)] == ["0.25", "999.5", "12,346"]
+    assert [brief(number, 3) for number in (0.0001234, 99.96, 5120)] == ["0.000123", "100", "5,120"]
 
 
 def terminal(width: int = 80, color: bool = False) -> Console:

@@ -133,7 +133,7 @@ def test_a_table_has_every_curve_of_its_chart_and_every_evaluation() -> None:
     assert heads == ["step", "epoch", "time", "training, top-1", "validation, top-1", "validation, top-5"]
     assert table.count("90.0 %") == 40
     assert "98.7 %" in table
-    rows = re.findall(r'<th scope="row">([^<]+)', table)
+    rows = re.findall(r'<th scope="row"[^>]*>([^<]+)', table)
     assert (rows[0], rows[-1]) == ("1", "400")
     assert "training</th>" in page
     assert "validation</th>" in page
@@ -162,12 +162,73 @@ def test_one_is_no_plural_and_what_did_not_change_stayed() -> None:
     assert "Training loss stayed at 1.25." in text
 
 
+def test_one_record_went_nowhere_and_is_told_as_one() -> None:
+    """As of a run that diverged before its second."""
+    layers = LayersMeasured(time_s=1001, step=1, gradient_norms=[0.5, 0.0], weight_norms=[1.0, 0.0], trust_ratios=[])
+    wrong = MistakesFound(time_s=1002, step=1, confusion=[[0, 1, 1]], worst=[])
+    page = read_text(build_report([started(layers=["a", "b"]), stepped(1, 1001), layers, wrong]))
+    for words in (
+        "Training loss was 1.25 at step 1.",
+        "The learning rate was 0.1 at step 1.",
+        "It was 64.0 images/s at step 1.",
+        "Gradient norms of 2 layers at 1 step;",
+        "a gap where it is zero",
+        "taken for class 1, 1 time.",
+    ):
+        assert words in page, words
+
+
+def test_the_highest_learning_rate_is_one_of_those_recorded() -> None:
+    falling = [replace(stepped(step, 1000 + step), lr=lr) for step, lr in ((1, 0.5), (10, 0.25))]
+    words = "The learning rate was 0.5 at step 1, the highest that was recorded"
+    assert f"{words}, and 0.25 at the end." in read_text(build_report([started(), *falling]))
+    rising = [falling[1], replace(falling[0], step=20)]
+    assert "was 0.5 at step 20, the highest that was recorded. " in read_text(build_report([started(), *rising]))
+
+
+def test_shares_of_the_steps_are_told_from_those_of_all_the_time() -> None:
+    page = read_text(build_report(make_run(steps=300)))
+    assert re.search(r"Of 0:\d\d: computing .* Of the steps alone: \d+ % compute, ", page)
+
+
+def test_a_page_has_no_sign_that_only_a_terminals_table_has() -> None:
+    events = make_run(steps=300)
+    place = next(index for index, event in enumerate(events) if isinstance(event, PlanChosen))
+    plan = events[place]
+    assert isinstance(plan, PlanChosen)
+    second = [{**trial, "chosen": index == 1} for index, trial in enumerate(plan.trials)]
+    page = read_text(build_report([*events[:place], replace(plan, trials=second), *events[place + 1 :]]))
+    assert "The quickest is ahead of the chosen one by 3.9 %; two segments stays unless" in page
+
+
+def test_a_timeline_ends_with_the_last_rank_and_explains_the_rows_there_are() -> None:
+    def draw(**spans: float) -> TimelineTaken:
+        told = [{"lane": "step", "name": name, "step": 1, "start_s": 0.0, "end_s": s} for name, s in spans.items()]
+        return TimelineTaken(time_s=1001, rank=len(drawn), first_step=1, num_steps=1, seconds=0.1, spans=told)
+
+    drawn: list[Event] = []
+    drawn.append(draw(forward=0.1, communicate=0.0))
+    drawn.append(draw(forward=0.15))
+    events = [started(), *drawn]
+    assert find_charts(events)["timeline"]["layout"]["xaxis"]["range"] == [0, 150.0]
+    page = read_text(build_report(events))
+    assert "took 100.00 ms: forward 100.0 %. The row “step” is what a step is made of." in page
+    assert "Beside it went on" not in page
+    assert "Beside it went on: “input”, the batches that threads made, and a row for" in read_text(
+        build_report(make_run(steps=300))
+    )
+
+
 def test_hours_cost_what_a_reader_says_they_do() -> None:
     records = [started(), stepped(10, 1005), ended(10, 1006, 5400.0)]  # of two ranks
     assert "energy" not in list_sections(build_report(records))
     page = read_text(build_report(records, price=2.5))
     assert "$ 7.50 at $ 2.5 a device hour" in page
     assert "kWh" not in page
+    many = [*records[:2], ended(10, 1006, 9e6, energy_j=7.2e9)]
+    told = read_text(build_report(many))
+    assert "2,000 kWh" in told
+    assert "device hours 5,000" in told
     drew = [*records[:2], ended(10, 1006, 5400.0, energy_j=7.2e6)]
     assert "2 kWh" in read_text(build_report(drew, price=0.0))
     assert "$" not in read_text(build_report(drew))
@@ -286,6 +347,12 @@ def test_a_run_that_goes_on_or_was_killed_is_judged_too() -> None:
     assert "compute" in sentence
     assert sentence in read_text(build_report(events))
     assert sentence in build_state(events)["main"].replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_a_live_page_has_no_table_that_its_charts_leave_behind() -> None:
+    events = [event for event in make_run(steps=300) if not isinstance(event, RunEnded)]
+    assert "<table" in build_report(events)
+    assert "<table" not in build_state(events)["main"]
 
 
 def _spoil_plan(event: Event) -> Event:

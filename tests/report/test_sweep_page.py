@@ -21,6 +21,13 @@ def test_a_table_without_rows_keeps_its_heads() -> None:
 def test_a_sweep_without_an_average_says_its_accuracy_once() -> None:
     trial = Trial("a", (), 0, 0, (), (), "1", "a")
     plain = Row(trial, "finished", top1=0.5, average_top1=0.5)
-    assert "of the average, %" not in drop_empty_columns(list_trials([plain])).heads
+    assert "of the average, %" not in drop_empty_columns(list_trials([plain], 0.4)).heads
     averaged = replace(plain, average_top1=0.6)
-    assert "of the average, %" in drop_empty_columns(list_trials([plain, averaged])).heads
+    assert {"steps to 40 %", "seconds to 40 %"} <= set(list_trials([plain], 0.4).heads)
+    assert "of the average, %" in drop_empty_columns(list_trials([plain, averaged], 0.4)).heads
+
+
+def test_a_trial_has_its_place_in_the_words_of_the_table_above() -> None:
+    trial = Trial("a", (("optim.lr", 1.0), ("train.global_batch", 1024), ("data.flip", True)), 0, 0, (), (), "1", "a")
+    (row,) = list_trials([Row(trial, "finished", top1=0.5)], None).rows
+    assert row[0] == "a, lr 1, global_batch 1,024, flip true, trial 0"

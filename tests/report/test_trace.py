@@ -1,6 +1,8 @@
 """The trace against what Chrome's format asks for."""
 
 import json
+import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,21 @@ def test_every_entry_is_as_chromes_format_has_it() -> None:
             assert isinstance(entry["args"]["name"], str)
     times = [entry["ts"] for entry in trace["traceEvents"] if "ts" in entry]
     assert times == sorted(times)
+
+
+def test_what_is_no_span_or_no_number_is_left_out() -> None:
+    """A log may come from anyone, and Perfetto refuses a file with an infinity in it."""
+    whole = span("step", "forward", 7, 0.0, 0.1)
+    forged: list[Any] = [None, 7, {"lane": "step"}, {**whole, "start_s": "0"}, {**whole, "end_s": math.inf}, whole]
+    strange = [
+        replace(stepped(10, 1005.0), loss=math.inf),
+        evaluated(10, math.inf, 0.5),
+        replace(timeline(0, 1005.5), spans=[*forged, {**whole, "step": [math.nan]}]),
+    ]
+    trace = json.loads(json.dumps(build_trace([started(time_s=1000.0), *strange]), allow_nan=False))
+    told = [(entry["name"], entry["args"]) for entry in trace["traceEvents"] if entry["ph"] != "M"]
+    assert [name for name, _ in told] == ["lr", "images/s", "forward", "forward"]
+    assert [args for name, args in told if name == "forward"] == [{"step": 7}, {}]
 
 
 def test_ranks_are_processes_and_lanes_are_threads() -> None:

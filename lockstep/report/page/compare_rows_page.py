@@ -34,8 +34,8 @@ def build_row_comparison(files: Sequence[RowFile]) -> str:
     charts = [_draw_bars(files, quantities[key], [row for row in rows if row.key == key]) for key in keys]
     sections = [
         *([Section("charts", "Side by side", charts=charts)] if charts else []),
-        *([Section("settings", "Settings that differ", body=build_table(facts))] if facts else []),
-        Section("rows", "Everything measured", body=build_table(table, name="rows-table")),
+        *([Section("settings", "Settings that differ", body=build_table(facts, is_whole=True))] if facts else []),
+        Section("rows", "Everything measured", body=build_table(table, name="rows-table", is_whole=True)),
     ]
     header = build_header(f"{files[0].kind}s", [file.name for file in files])
     footer = "Made by Lockstep from the files named above. Nothing in this page was fetched, and nothing leaves it."

@@ -8,7 +8,7 @@ from lockstep.events import CheckpointSaved, Evaluated
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import Chart, Numbers, draw_curve, draw_marks, sample_rows, tell_time
 from lockstep.report.page.log_axis import build_log_axis
-from lockstep.report.phrases import count, describe_writing, looks_twice, percent, plural
+from lockstep.report.phrases import brief, count, describe_writing, looks_twice, percent, plural
 
 Told = Sequence[tuple[Spot, Any]]
 MOST_ROWS, MOST_EVALUATIONS = 12, 60  # of a table of numbers
@@ -48,7 +48,8 @@ def draw_loss(history: History) -> Chart | None:
     if trained:
         traces.append(_curve("training", trained, "--blue"))
         first, last = (f"{trained[place][1]:.3g}" for place in (0, -1))
-        says.append(f"Training loss {f'stayed at {first}' if first == last else f'went from {first} to {last}'}")
+        went = f"stayed at {first}" if first == last else f"went from {first} to {last}"
+        says.append(f"Training loss {went if len(trained) > 1 else f'was {first} at step {trained[0][0].step:,}'}")
     if checked:
         traces.append(_curve("validation", checked, "--orange", mode="lines+markers"))
         says.append(f"validation loss ended at {checked[-1][1]:.3g}")
@@ -124,11 +125,14 @@ def draw_rate(history: History) -> Chart | None:
     if not told:
         return None
     highest = max(told, key=lambda point: point[1])
+    at_its_highest = f"{highest[1]:.3g} at step {highest[0].step:,}"
+    if len(told) > 1:
+        at_its_highest += ", the highest that was recorded"
+    ended = f", and {told[-1][1]:.3g} at the end" if told[-1][1] < highest[1] else ""
     return Chart(
         name="lr",
         title="Learning rate",
-        says=f"The learning rate peaked at {highest[1]:.3g}, at step {highest[0].step:,}, and ended at "
-        f"{told[-1][1]:.3g}.",
+        says=f"The learning rate was {at_its_highest}{ended}.",
         traces=[_curve("learning rate", told, "--blue", showlegend=False)],
         marks=_marks(history),
         layout={"yaxis": {"rangemode": "tozero"}},
@@ -198,13 +202,21 @@ def draw_throughput(history: History) -> Chart | None:
     triangle = {"color": "--orange", "size": 9, "symbol": "triangle-down", "line": {"color": "--paper", "width": 1}}
     traces += [_draw_events("checkpoint", saved, told, square)] if saved else []
     traces += [_draw_events("evaluation", history.evaluations, told, triangle)] if history.evaluations else []
-    middle = sorted(value for _, value in told)[len(told) // 2]
+    values = sorted(value for _, value in told)
+    low, middle, high = (count(values[place]) for place in (0, len(values) // 2, -1))
+    says = [
+        f"The median was {middle} images/s, from {low} to {high}"
+        if len(told) > 1
+        else f"It was {middle} images/s at step {told[0][0].step:,}"
+    ]
+    marks = {"evaluation": len(history.evaluations), "checkpoint": len(saved)}
+    if any(marks.values()):
+        marked = " and ".join(plural(times, noun) for noun, times in marks.items() if times)
+        says.append(f"{marked} {'is' if sum(marks.values()) == 1 else 'are'} marked")
     return Chart(
         name="throughput",
         title="Throughput",
-        says=f"The median was {count(middle)} images/s, from {count(min(v for _, v in told))} to "
-        f"{count(max(v for _, v in told))}; {plural(len(history.evaluations), 'evaluation')} and "
-        f"{plural(len(saved), 'checkpoint')} are marked.",
+        says=_sentence(says),
         traces=traces,
         marks=_marks(history),
         layout={"yaxis": {"rangemode": "tozero"}},
@@ -279,7 +291,7 @@ def _tell(*columns: Column) -> Numbers:
         kept |= {keys[index] for index in sample_rows(len(keys), MOST_EVALUATIONS if column.is_whole else MOST_ROWS)}
         kept |= {keys[values.index(min(values))], keys[values.index(max(values))]}
     rows = [
-        [f"{key[0]:,}", f"{key[1]:.4g}", tell_time(times[key]), *cells[key]]
+        [f"{key[0]:,}", brief(key[1]), tell_time(times[key]), *cells[key]]
         for key in sorted(kept, key=times.__getitem__)
     ]
     return Numbers(["step", "epoch", "time", *(column.head for column in columns)], rows)

@@ -58,7 +58,7 @@ class Document:
     connect: str = "'none'"  # from where the page may fetch
     draws: bool = True  # whether it has charts, or will have; without, plotly.js stays out
     footer: str = (
-        "Made by Lockstep from the run's own records. Nothing in this page was fetched, and nothing leaves it."
+        "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
     )
 
 
@@ -183,7 +183,7 @@ def build_table(numbers: Numbers, *, name: str = "", is_whole: bool = False) -> 
         for place in range(len(numbers.heads))
     ]
     heads = "".join(
-        f'<th scope="col"{_align(right and place > 0)}>{escape(head)}</th>'
+        f'<th scope="col"{_align(right and place > 0)}>{tell(head)}</th>'
         for place, (head, right) in enumerate(zip(numbers.heads, is_right, strict=True))
     )
     rows = "".join(_build_row(row, is_right) for row in numbers.rows)
@@ -200,7 +200,8 @@ def _build_row(row: Sequence[str], is_right: Sequence[bool]) -> str:
     cells = "".join(
         f"<td{_align(right)}>{escape(cell)}</td>" for cell, right in zip(row[1:], is_right[1:], strict=False)
     )
-    return f'<tr><th scope="row">{escape(row[0])}</th>{cells}</tr>'
+    short = ' class="short"' if is_right[0] else ""  # a step, which needs no room for words
+    return f'<tr><th scope="row"{short}>{escape(row[0])}</th>{cells}</tr>'
 
 
 def _align(right: bool) -> str:

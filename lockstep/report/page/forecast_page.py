@@ -17,7 +17,7 @@ from lockstep.plan.simulate import StepParts
 from lockstep.plan.workload import Workload
 from lockstep.report.page.charts import Chart, Numbers
 from lockstep.report.page.document import Document, Section, build_document, build_table, escape
-from lockstep.report.phrases import count, percent
+from lockstep.report.phrases import brief, count, percent
 from lockstep.report.plan_display import KWH, describe_impossible, show_quantity, tell_long
 
 # What the page knows of each prediction, by the names that `--json` has.
@@ -198,7 +198,7 @@ def _tell_asked(rows: Sequence[Prediction | Impossible]) -> Section:
             percent(one.efficiency_whole),
             tell_long(one.train_s),
             "–" if one.dollars is None else f"{one.dollars:,.0f}",
-            "–" if one.energy_j is None else f"{one.energy_j / KWH:,.3g}",
+            "–" if one.energy_j is None else brief(one.energy_j / KWH, 3),
             one.binds,
         ]
         for one in rows

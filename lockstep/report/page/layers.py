@@ -7,6 +7,7 @@ from lockstep.events import LayersMeasured
 from lockstep.report.history import History, Spot, number
 from lockstep.report.page.charts import LONGEST_LABEL, Chart, Numbers, label, place, sample_rows
 from lockstep.report.page.document import Section
+from lockstep.report.phrases import brief, plural
 
 MOST_COLUMNS = 160
 MOST_LAYERS = 400
@@ -27,7 +28,8 @@ def tell_layers(history: History) -> Section | None:
     charts = [chart for field, name, title in maps if (chart := _draw_map(measured, layers, field, name, title))]
     if not charts:
         return None
-    lead = "A row for each layer, in the order in which gradients become ready, the last at the top; powers of ten."
+    lead = "A row for each layer, in the order in which gradients become ready, the last at the top; powers of ten, "
+    lead += "and a gap where it is zero."
     return Section("layers", "Layer by layer", lead=lead, charts=charts, short="Layers")
 
 
@@ -49,9 +51,10 @@ def _draw_map(
     low, high = (low, high) if high > low else (low - 0.5, low + 0.5)
     last = [(row[-1], layer) for row, layer in zip(rows, layers, strict=True) if row[-1] is not None]
     smallest, largest = min(last, default=None), max(last, default=None)
-    says = f"{title} of {len(layers)} layers at {len(columns)} steps"
+    says = f"{title} of {len(layers)} layers at {plural(len(columns), 'step')}"
     if smallest and largest:
-        says += f"; at the end from {10 ** smallest[0]:.2g} ({smallest[1]}) to {10 ** largest[0]:.2g} ({largest[1]})"
+        low_end, high_end = (f"{brief(10**value, 2)} ({layer})" for value, layer in (smallest, largest))
+        says += f"; at the end from {low_end} to {high_end}"
     return Chart(
         name=name,
         title=title,
@@ -94,7 +97,7 @@ def _log(value: object) -> float | None:
 
 
 def _show(value: float | None) -> str:
-    return "–" if value is None else f"{10**value:.3g}"
+    return "–" if value is None else brief(10**value, 3)
 
 
 def _ticks(count: int) -> list[int]:

@@ -35,13 +35,13 @@ def build_live_page() -> str:
 def build_state(events: Sequence[Event]) -> dict[str, Any]:
     """What the page shows now: its header and sections as HTML, escaped as in a report, and the charts' data."""
     history = History(events)
-    curves = [replace(chart, numbers=None) for chart in draw_curves(history)]  # tables would be old in a moment
+    curves = draw_curves(history)
     told = [
         Section("curves", "Training", charts=curves, switch=True) if curves else None,
         tell_spent(history),
         tell_warnings(history),
     ]
-    sections = [section for section in told if section]
+    sections = [_leave_tables_out(section) for section in told if section]
     return {
         "title": f"{history.start.run} – Lockstep",
         "header": build_header(history, "" if history.ended else describe_now(history)),
@@ -50,6 +50,11 @@ def build_state(events: Sequence[Event]) -> dict[str, Any]:
         # What makes the page put its sections in place anew; charts alone are drawn over.
         "layout": [[section.body, *(chart.name for chart in section.charts)] for section in sections],
     }
+
+
+def _leave_tables_out(section: Section) -> Section:
+    """Charts without their tables, which are not drawn anew with them and would be old in a moment."""
+    return replace(section, charts=[replace(chart, numbers=None) for chart in section.charts])
 
 
 def describe_now(history: History) -> str:

@@ -67,11 +67,11 @@ const lockstep = (() => {
     // Names that have no room would lie over each other; hovering tells them.
     const names = (named.xaxis || {}).ticktext;
     if (names && width / names.length < 28) layout.xaxis.showticklabels = false;
+    let first = Infinity, last = -Infinity;
     if (isCurve) {
       layout.xaxis.title = { ...line.title, text: axisTitles[axis] };
       layout.xaxis.hoverformat = axis === "step" ? ",d" : ".4~g";
       if (axis === "step") layout.xaxis.tickformat = ",d";
-      let first = Infinity, last = -Infinity;
       chart.traces.forEach((trace) => trace.at && trace.at[axis].forEach((x) => {
         if (x !== null) { first = Math.min(first, x); last = Math.max(last, x); }
       }));
@@ -80,12 +80,14 @@ const lockstep = (() => {
       const room = (last - first) * 0.02;
       if (last > first && traces[0].type === "scatter") layout.xaxis.range = [first - room, last + room];
     }
-    const lines = chart.marks.filter((mark) => mark.at[axis] !== null);
+    // What came before all that is drawn is no mark in it; beside the axis its text lies inside, off the ticks' labels.
+    const lines = chart.marks.filter((mark) => mark.at[axis] !== null && mark.at[axis] >= first);
+    const isFirst = (x) => x - first < (last - first) * 0.08;
     layout.shapes = (named.shapes || []).concat(lines.map((mark) => ({ type: "line", yref: "paper", y0: 0, y1: 1,
       x0: mark.at[axis], x1: mark.at[axis], line: { color: muted, width: 1, dash: "dot" } })));
     layout.annotations = (named.annotations || []).concat(lines.slice(-8).map((mark) => ({ x: mark.at[axis], y: 0,
-      yref: "paper", yanchor: "bottom", xanchor: "right", textangle: -90, showarrow: false, text: mark.text,
-      font: { color: muted, size: 11 } })));
+      yref: "paper", yanchor: "bottom", xanchor: isFirst(mark.at[axis]) ? "left" : "right", textangle: -90,
+      showarrow: false, text: mark.text, font: { color: muted, size: 11 } })));
     const legends = traces.filter((trace) => trace.showlegend !== false && trace.type !== "heatmap").length;
     layout.showlegend = legends > 1;
     return [traces, layout];

@@ -85,7 +85,7 @@ def _say_trials(
     says = f"{plural(len(trials), 'candidate')} {simulated if is_predicted else 'took whole steps in turns'}."
     if chosen:
         says += f" The chosen one {'would take' if is_predicted else 'promised'} {chosen['seconds'] * 1e3:,.2f} ms."
-        says += f" {explained}" if (explained := explain_slower(trials)) else ""
+        says += f" {explained}" if (explained := explain_slower(trials, mark="")) else ""
     if middle:
         # By how much, and why, is told where the mean is compared with what was predicted.
         says += f" The run's own steps took {middle * 1e3:,.2f} ms, the median of its records (dashed line)."

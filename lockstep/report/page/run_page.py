@@ -17,7 +17,7 @@ from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.prediction_section import tell_prediction
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
-from lockstep.report.phrases import count, count_parameters, percent, plural
+from lockstep.report.phrases import brief, count, count_parameters, percent, plural
 
 REPORT_NAME = "report.html"
 JOULES_PER_KWH = 3.6e6
@@ -153,7 +153,7 @@ def _list_facts(summary: dict[str, Any], is_predicted: bool) -> list[tuple[str, 
 
 
 def tell_epochs(epochs: float) -> str:
-    return f"{epochs:.4g} epoch{'' if epochs == 1 else 's'}"
+    return f"{brief(epochs)} epoch{'' if epochs == 1 else 's'}"
 
 
 def _build_equation(summary: dict[str, Any]) -> str:
@@ -187,10 +187,10 @@ def tell_energy(history: History, price: float | None = None) -> Section | None:
     hours = sum(ended.wall_s * ended.world_size for ended in told) / 3600
     rows = []
     if drawn:
-        rows += [("energy", f"{joules / JOULES_PER_KWH:,.3g} kWh ({count(joules / 1e3)} kJ)")]
+        rows += [("energy", f"{brief(joules / JOULES_PER_KWH, 3)} kWh ({count(joules / 1e3)} kJ)")]
         rows += [("mean power", f"{count(joules / seconds)} W")] if seconds > 0 else []
-        rows += [("an image", f"{joules / images:,.3g} J")] if images > 0 else []
-    rows += [("device hours", f"{hours:,.3g}")]
+        rows += [("an image", f"{brief(joules / images, 3)} J")] if images > 0 else []
+    rows += [("device hours", brief(hours, 3))]
     if price is not None:
         rows += [("cost", f"$ {hours * price:,.2f} at $ {price:,.6g} a device hour")]
     missing = len(history.parts) - len(told)

@@ -68,6 +68,7 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
             cells[where[true]][where[taken]] = times
     names = [label(_name(history, one)) for one in classes]
     total, (true, taken, times) = sum(entry[2] for entry in confused), confused[0]
+    whole = {"dtick": 1} if times < 10 else {}  # or there would be halves of mistakes
     ticks = {"tickvals": list(range(len(classes))), "ticktext": [_clip(name) for name in names], "showgrid": False}
     return Chart(
         name="confusion",
@@ -75,7 +76,7 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
         if len(classes) >= history.start.num_classes
         else "Confusion matrix, most confused classes",
         says=f"{plural(total, 'mistake')}; the most frequent: {_name(history, true)} taken for "
-        f"{_name(history, taken)}, {times:,} times.",
+        f"{_name(history, taken)}, {plural(times, 'time')}.",
         traces=[
             {
                 "type": "heatmap",
@@ -85,10 +86,11 @@ def _draw_confusion(confused: Sequence[tuple[int, int, int]], history: History) 
                 "text": [[f"{row} taken for {column}" for column in names] for row in names],
                 "colorscale": "--heat",
                 "zmin": 0,
+                "zmax": times,
                 "xgap": 1,
                 "ygap": 1,
                 "hoverongaps": False,
-                "colorbar": {"thickness": 8, "outlinewidth": 0, "len": 0.9, "xpad": 6},
+                "colorbar": {"thickness": 8, "outlinewidth": 0, "len": 0.9, "xpad": 6, **whole},
                 "hovertemplate": "%{text}: %{z}<extra></extra>",
                 **({"texttemplate": "%{z}"} if len(classes) <= MOST_NAMED else {}),
             }

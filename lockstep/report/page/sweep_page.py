@@ -10,7 +10,7 @@ from lockstep.report.history import number
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
 from lockstep.report.page.compare_page import COLORS, DASHES
 from lockstep.report.page.document import Document, Section, build_document, build_table, escape
-from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, tabulate
+from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, show_value, tabulate
 
 BATCH = "train.global_batch"
 MANY_TIMES = 8  # from the least to the greatest value: from here on an axis is logarithmic
@@ -24,7 +24,7 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
         charts.append(draw_places(sweep, places, "steps_to"))
     bad = [row for row in rows if row.status in ("diverged", "failed")]
     done = sum(row.is_settled for row in rows)
-    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(list_trials(rows))
+    best, trials = drop_empty_columns(tabulate(sweep, places)), drop_empty_columns(list_trials(rows, sweep.target))
     sections = [
         Section("chart", "Results", charts=[chart for chart in charts if chart]),
         Section("table", "Best of each cell", body=build_table(best, name="places", is_whole=True)),
@@ -34,8 +34,7 @@ def build_sweep_page(name: str, sweep: SweepFile, rows: Sequence[Row], commit: s
     facts += f" Commit {commit}." if commit else ""
     note = f"<p>{escape(sweep.description)}</p>" if sweep.description else ""
     header = f'<p class="kind">Lockstep · sweep</p><h1>{escape(name)}</h1>{note}<p>{escape(facts)}</p>'
-    footer = "Made by Lockstep from the runs' own records. Nothing in this page was fetched, and nothing leaves it."
-    return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections, footer=footer))
+    return build_document(Document(title=f"{name} – Lockstep", header=header, sections=sections))
 
 
 def drop_empty_columns(numbers: Numbers) -> Numbers:
@@ -52,7 +51,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     for place in places:
         point = dict(place.point)
         x = point.pop(key, place.cell)
-        others = [f"{name.rpartition('.')[2]} {value}" for name, value in point.items()]
+        others = [f"{name.rpartition('.')[2]} {show_value(value)}" for name, value in point.items()]
         spread = place.accuracy if what == "accuracy" else place.steps_to
         found = groups.setdefault(", ".join([place.cell, *others] if key else others), [])
         found += [(x, spread)] if spread.mean is not None else []
@@ -66,7 +65,9 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     traces = [_draw(colored.index(name), name, found, is_share) for name, found in groups.items()]
     says = "; ".join(
         f"{name}: "
-        + ", ".join(f"{x} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found)
+        + ", ".join(
+            f"{show_value(x)} → {spread.phrase(100 if is_share else 1, 2 if is_share else 0)}" for x, spread in found
+        )
         for name, found in groups.items()
     )
     values = [value for found in groups.values() for x, _ in found if (value := number(x)) is not None]
@@ -83,7 +84,7 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
     return Chart(
         name=what.replace("_", "-"),
         title=title,
-        says=f"{says}.",
+        says=f"{'In percent: ' if is_share else ''}{says}.",
         traces=traces,
         layout={"xaxis": xaxis, "yaxis": yaxis},
         height=420,
@@ -108,8 +109,9 @@ def _draw(place: int, name: str, found: Sequence[tuple[Any, Spread]], is_share: 
     }
 
 
-def list_trials(rows: Sequence[Row]) -> Numbers:
+def list_trials(rows: Sequence[Row], target: float | None) -> Numbers:
     """What every trial gave."""
+    goal = f"{100 * (target or 0):g} %"
     heads = [
         "trial",
         "settings",
@@ -118,8 +120,8 @@ def list_trials(rows: Sequence[Row]) -> Numbers:
         "top-1, %",
         "of the average, %",
         "best, %",
-        "steps to",
-        "seconds to",
+        f"steps to {goal}",
+        f"seconds to {goal}",
     ]
     heads += ["images/s", "time"]
     told = []
@@ -127,7 +129,7 @@ def list_trials(rows: Sequence[Row]) -> Numbers:
     has_average = any(row.average_top1 != row.top1 for row in rows)
     for row in rows:
         trial = row.trial
-        point = [f"{key.rpartition('.')[2]} {value}" for key, value in trial.point]
+        point = [f"{key.rpartition('.')[2]} {show_value(value)}" for key, value in trial.point]
         numbers = [
             NONE if value is None else f"{factor * value:,.{digits}f}"
             for value, factor, digits in (

@@ -45,6 +45,7 @@ def tell_spent(history: History) -> Section | None:
         return None
     shown = [kind for kind in KINDS if totals[kind] > LEAST_SHARE * total]
     verdict = judge(history.parts[-1]).sentence()
+    verdict = f"Of the steps alone: {verdict}" if verdict else ""  # the shares above are of all the time
     sentences = describe_spent(history.ended, verdict) if history.ended else [f"{verdict}."] * bool(verdict)
     sentences += [describe_startup(event) for event in history.parts[-1] if isinstance(event, StartedUp)]
     body = "".join(f"<p>{tell(sentence)}</p>" for sentence in filter(None, sentences))
@@ -101,6 +102,7 @@ def tell_timeline(history: History) -> Section | None:
     heights = {row: height for height, row in enumerate(rows)}
     spans = [(timeline.rank, span) for timeline in shown for span in _read_spans(timeline)][:MOST_SPANS]
     first, steps = shown[0].first_step, shown[0].num_steps
+    until_s = max([total, *(span["end_s"] for _, span in spans if span["lane"] == "step")])  # of whichever rank is last
     chart = Chart(
         name="timeline",
         title=f"{plural(steps, 'step')}{', simulated' if history.is_predicted else f' from step {first:,}'}",
@@ -108,7 +110,7 @@ def tell_timeline(history: History) -> Section | None:
         traces=_draw_spans(spans, heights),
         layout={
             "barmode": "overlay",
-            "xaxis": {"title": {"text": "milliseconds"}, "range": [0, total * 1e3]},
+            "xaxis": {"title": {"text": "milliseconds"}, "range": [0, until_s * 1e3]},
             "yaxis": {
                 "range": [len(rows) - 0.4, -0.6],
                 "tickvals": list(range(len(rows))),
@@ -121,11 +123,19 @@ def tell_timeline(history: History) -> Section | None:
         height=130 + 34 * len(rows),
         wide=True,
         numbers=_tell_lanes(shown),
-        note="The row “step” is what a step is made of. Beside it went on: “input”, the batches that threads made, "
-        "and a row for each buffer of gradients while it was summed over the ranks."
+        note=_explain_rows({span["lane"] for _, span in spans})
         + (f" The first {len(shown)} of {len(timelines)} ranks are shown." if len(timelines) > len(shown) else ""),
     )
     return Section("timeline", "A few steps, rank by rank", charts=[chart], short="Timeline")
+
+
+def _explain_rows(lanes: set[str]) -> str:
+    beside = [
+        *(["“input”, the batches that threads made"] if "input" in lanes else []),
+        *(["a row for each buffer of gradients while it was summed over the ranks"] if "all-reduce" in lanes else []),
+    ]
+    says = "The row “step” is what a step is made of."
+    return f"{says} Beside it went on: {', and '.join(beside)}." if beside else says
 
 
 def _read_spans(timeline: TimelineTaken) -> list[dict[str, Any]]:
@@ -226,7 +236,8 @@ def _sum_spans(timeline: TimelineTaken) -> dict[str, float]:
 
 def _say_timeline(timeline: TimelineTaken, total: float, took: str) -> str:
     sums = _sum_spans(timeline)
-    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in sums.items()) if total > 0 else ""
+    known = {name: seconds for name, seconds in sums.items() if seconds > LEAST_SHARE * total}
+    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in known.items()) if total > 0 else ""
     beside = f": {shares}" if shares else ""
     return f"{plural(timeline.num_steps, 'step')} of rank {timeline.rank} {took} {total * 1e3:,.2f} ms{beside}."
 
