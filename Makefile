@@ -16,7 +16,7 @@ train: setup
 	$(BIN)/lockstep train quickstart --ranks 2
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not gpu'
+	$(BIN)/python -m pytest -n 3 -m 'not gpu'
 
 # A machine with a GPU often has PyTorch already and no network: nothing is installed for this one, and tests run six at a
 # time where pytest-xdist is there. pytest-benchmark would warn of that, which is an error here.

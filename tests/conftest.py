@@ -11,8 +11,10 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 # Before torch is loaded: a thread that waits for the others of its pool sleeps. Spinning, as they do otherwise, the
-# threads of several ranks and workers take the cores from whoever they wait for, and a step takes seconds.
+# threads of several ranks and workers take the cores from whoever they wait for, and a step takes seconds. Tests run
+# side by side, so that one thread each is what there are cores for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
