@@ -138,7 +138,8 @@ def _plain(trained: TrainedNetwork) -> nn.Module:
 def _encode_safetensors(
     network: nn.Module, facts: dict[str, str], image_size: int, batch: int | None
 ) -> tuple[bytes, float]:
-    arrays = {name: array.contiguous() for name, array in network.state_dict().items()}
+    # Each by itself: the format has no word for an array that two modules share.
+    arrays = {name: array.clone(memory_format=torch.contiguous_format) for name, array in network.state_dict().items()}
     data = save(arrays, metadata=facts)
     back = load(data)
     if back.keys() != arrays.keys() or any(not torch.equal(back[name], arrays[name]) for name in arrays):

@@ -40,6 +40,7 @@ from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
 from lockstep.files import read_small
 from lockstep.models import set_fused
+from lockstep.models.weights import list_kept
 from lockstep.optim.storage import build_weights
 from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
 from lockstep.recipes.read import load_recipe
@@ -239,17 +240,19 @@ def _build(
     """The network with these arrays in it; anything that does not fit is a sentence."""
     misfit = f"The checkpoint {where} does not fit the run's config.toml"
     # Before anything of that size is built, as the number may be forged.
-    if not any(array.ndim and len(array) == num_classes for array in arrays.values()):
+    if not any(num_classes in array.shape for array in arrays.values()):
         raise LockstepError(f"{misfit}: its network does not tell {num_classes:,} classes apart.")
     try:
         network = build_network(config, num_classes, brought)
     except (RuntimeError, MemoryError) as error:
         raise LockstepError(f"The network of {where} cannot be built ({str(error).splitlines()[0][:200]}).") from error
-    expected = network.state_dict()
+    expected = list_kept(network)  # as a checkpoint has it: what modules share has one name
     for name in expected.keys() | arrays.keys():
         if name not in arrays or name not in expected or arrays[name].shape != expected[name].shape:
             raise LockstepError(f"{misfit}: {name[:200]} is missing, unknown or of another shape.")
-    network.load_state_dict(dict(arrays))
+    with torch.no_grad():
+        for name, values in expected.items():
+            values.copy_(arrays[name])
     return network
 
 
