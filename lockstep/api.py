@@ -297,7 +297,7 @@ def export_each(
         path, brought, average = trained.checkpoint, trained.brought, trained.is_average
     else:
         path, brought = _find_run(trained, model)
-    files: list[Path] = []
+    files: dict[Path, str] = {}
     for kind in wanted:
         # Each anew: an exporter may leave its marks on a network.
         with _guest_manners():
@@ -305,7 +305,7 @@ def export_each(
             base = Path(out).expanduser() if out is not None else loaded.run / "export" / "model.safetensors"
             file = base if out is not None and len(wanted) == 1 else base.with_suffix(SUFFIXES[kind])
             written = write(loaded, kind, file, batch)
-        files.append(file)
+        files[file] = kind
         yield written
     if card:
         _write_card(loaded, files)
@@ -313,10 +313,10 @@ def export_each(
 
 def find_card(file: Path) -> Path:
     """Where the model card of an exported file lies."""
-    return file.with_suffix(".md")
+    return file.with_suffix(".md") if file.suffix != ".md" else file.with_name(f"{file.name}.md")
 
 
-def _write_card(trained: "TrainedNetwork", files: list[Path]) -> None:
+def _write_card(trained: "TrainedNetwork", files: Mapping[Path, str]) -> None:
     from lockstep import __version__
     from lockstep.engine.export import hide_places
     from lockstep.events import read_events
@@ -327,11 +327,11 @@ def _write_card(trained: "TrainedNetwork", files: list[Path]) -> None:
         events = read_events(trained.run)
     except LockstepError:  # weights without records are still weights
         events = []
-    config, names = hide_places(trained.config), [file.name for file in files]
+    config, names = hide_places(trained.config), {file.name: kind for file, kind in files.items()}
     subject = Subject(
         trained.run.name, trained.step, trained.classes, config, __version__, names, is_average=trained.is_average
     )
-    target = find_card(files[0])
+    target = find_card(next(iter(files)))
     try:
         write_whole(target, build_card(subject, events))
     except OSError as error:
