@@ -126,8 +126,13 @@ def test_one_image_alone_and_pil_images_are_predicted(tmp_path: Path) -> None:
         for one, other in zip(found.guesses, expected.guesses, strict=True):
             assert one.name == other.name
             assert one.probability == pytest.approx(other.probability, abs=0.01)
+    [nowhere] = lockstep.predict(trained, "x\0y.png")
+    assert nowhere.failure == "embedded null byte"
     with pytest.raises(lockstep.LockstepError, match="Image 0 comes as Tensor"):
         lockstep.predict(trained, torch.zeros(2, 3, 4, 4))
+    for top in (0, 2.5, True):
+        with pytest.raises(lockstep.LockstepError, match=r"top = .* is not possible; give a whole number from 1 on\."):
+            lockstep.predict(trained, picture, top=top)  # type: ignore[arg-type]
 
 
 def test_a_result_or_a_folder_predicts_a_folder_of_images(tmp_path: Path) -> None:

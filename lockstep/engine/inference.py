@@ -43,6 +43,7 @@ from lockstep.models import set_fused
 from lockstep.models.weights import list_kept
 from lockstep.optim.storage import build_weights
 from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
+from lockstep.recipe_values import show
 from lockstep.recipes.read import load_recipe
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -277,7 +278,9 @@ def predict(
     if not given:
         return []
     source = GivenImages(given)
-    top = max(1, min(top, len(trained.classes)))
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise LockstepError(f"top = {show(top)} is not possible; give a whole number from 1 on.")
+    top = min(top, len(trained.classes))
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
     config = trained.configure(bad_share=1.0, resident="off")
