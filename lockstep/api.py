@@ -59,9 +59,12 @@ Outcome = Literal["finished", "interrupted", "stopped"]
 OPTIONS = {
     r"--resume=auto\b": 'resume="auto"',
     r"--resume\b": "resume=True",
-    r"--set ([\w.]+=[^\s;,()]+)": r'set=["\1"]',
+    r"--set ([\w.]+=[^\s;,()]*[^\s;,().])": r'set=["\1"]',
     r"--set\b": "set=",
     r"--out\b": "out=",
+    r"--ranks (\S+ is not possible|\d+)": r"ranks=\1",
+    r"--log (\w+)": r'log="\1"',
+    r"--(ranks|restarts|log)\b": r"\1",
 }
 
 
@@ -137,6 +140,8 @@ def train(
         )
     if not isinstance(resume, bool) and resume != "auto":
         raise LockstepError(f'resume = {show(resume)} is not possible; give True, False or "auto".')
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise LockstepError(f"restarts = {show(restarts)} is not possible; give a whole number from 0 on.")
     settings, brought = bring(set, model, data, loss)
     with _as_target(recipe) as target, _speak_python():
         asked = Asked(
@@ -383,7 +388,7 @@ def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, 
 
 
 def _list_settings(given: Settings) -> list[str]:
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise LockstepError(f"set = {show(given)} must be a mapping of settings, or a list of texts key=value.")
     if isinstance(given, Mapping):
         return [write_setting(str(key), value) for key, value in given.items()]

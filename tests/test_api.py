@@ -268,7 +268,16 @@ def test_what_other_ranks_cannot_import_is_said_before_they_start(
         ({"loss": torch.nn.Linear(2, 1)}, "The loss Linear has parameters, which nobody would train"),
         ({"loss": 3}, "The loss int is not callable"),
         ({"set": {"optim.lr": None}}, "optim.lr = NoneType is no setting"),
-        ({"ranks": 0}, "--ranks 0 is not possible"),
+        ({"ranks": 0}, r"^ranks=0 is not possible"),
+        ({"restarts": -1, "ranks": 2}, r"^restarts = -1 is not possible; give a whole number from 0 on\.$"),
+        ({"restarts": "a"}, r"^restarts = \"a\" is not possible"),
+        ({"log": "wandbb"}, r'^log="wandbb" is no viewer'),
+        ({"set": {"gpus": 4}}, r"here it is ranks=4 "),
+        ({"set": {"device": "cuda"}}, "and ranks says how many"),
+        (
+            {"loss": torch.nn.CrossEntropyLoss(reduction="sum")},
+            "The loss CrossEntropyLoss gives a sum over its samples",
+        ),
         ({"resume": "yes"}, 'resume = "yes" is not possible; give True, False or "auto"'),
         ({"resume": True}, r"nothing to resume; start without resume=True\."),
         ({"set": {"optim.lrr": 1}}, r"There is no key optim\.lrr; the nearest is optim\.lr \(set=\[.optim\.lrr=1.\]\)"),
@@ -278,6 +287,19 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, brought: dict[str, Any], word
     with pytest.raises(lockstep.LockstepError, match=words) as caught:
         train(tmp_path / "a", **brought)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (5, "set = 5 must be a mapping of settings"),
+        ("optim.lr=1", 'set = "optim.lr=1" must be a mapping of settings'),
+        (["optim.lr"], r'write set=\["optim\.lr=VALUE"\]\.$'),
+    ],
+)
+def test_settings_that_are_none_are_one_sentence(tmp_path: Path, settings: Any, words: str) -> None:
+    with pytest.raises(lockstep.LockstepError, match=words):
+        lockstep.train("quickstart", set=settings, out=tmp_path / "a")
 
 
 def test_a_configuration_and_lists_of_settings_will_do(tmp_path: Path) -> None:
