@@ -161,7 +161,7 @@ def train(
 
 
 def load(
-    run: "str | Path",
+    run: "str | Path | Result",
     *,
     model: "nn.Module | Callable[..., nn.Module] | None" = None,
     device: "str | Any | None" = None,
@@ -171,10 +171,10 @@ def load(
 
     Its weights are the averaged ones where there are some; with `average=False` those of the last step.
     """
-    from lockstep.engine.brought import Brought
     from lockstep.engine.inference import load_run
 
-    return load_run(run, device=device, average=average, brought=Brought(model=model))
+    path, brought = _find_run(run, model)
+    return load_run(path, device=device, average=average, brought=brought)
 
 
 def predict(

@@ -107,6 +107,7 @@ def test_what_cannot_be_measured_or_exported_is_one_sentence(tmp_path: Path) -> 
         (r"data\.source = .given. .*as data=… of .* or lockstep\.evaluate\.", lambda: lockstep.evaluate(result)),
         ("no trained network; give a run's folder", lambda: lockstep.evaluate(net)),  # type: ignore[arg-type]
         ("device = … is for a run's folder", lambda: lockstep.evaluate(result.load(), device="cpu")),
+        ("no trained network; give a run's folder", lambda: lockstep.load(net)),  # type: ignore[arg-type]
         ("There is no format 'tflite'", lambda: lockstep.export(result, "tflite")),
         ("batch = 0 is not possible", lambda: lockstep.export(result, batch=0)),
         ("cannot be written", lambda: lockstep.export(result, out=tmp_path)),
@@ -139,7 +140,7 @@ def test_a_result_or_a_folder_predicts_a_folder_of_images(tmp_path: Path) -> Non
     result = train(tmp_path / "a")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "x.png").write_bytes(own.draw(7, 7, 0))
-    for run in (result, result.folder, str(result.folder), result.load()):
+    for run in (result, result.folder, str(result.folder), result.load(), lockstep.load(result)):
         found = lockstep.predict(run, [tmp_path / "images", own.draw(7, 7, 0)], top=1)
         assert [prediction.name for prediction in found] == [str(tmp_path / "images" / "x.png"), "image 1"]
         assert not any(prediction.failure for prediction in found)

@@ -125,7 +125,7 @@ def load_run(
     ((kind, arrays),) = checkpoint.files.items()
     if average and kind != AVERAGE:
         raise LockstepError(
-            f"{checkpoint.path} holds no averaged weights: optim.average was not set; leave out --average."
+            f"{checkpoint.path} holds no averaged weights: optim.average was not set; do not ask for them (average)."
         )
     classes = read_classes(run, checkpoint.state)
     network = _build(computed, len(classes), arrays, checkpoint.path, brought)
