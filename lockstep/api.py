@@ -59,9 +59,12 @@ Outcome = Literal["finished", "interrupted", "stopped"]
 OPTIONS = {
     r"--resume=auto\b": 'resume="auto"',
     r"--resume\b": "resume=True",
-    r"--set ([\w.]+=[^\s;,()]+)": r'set=["\1"]',
+    r"--set ([\w.]+=[^\s;,()]*[^\s;,().])": r'set=["\1"]',
     r"--set\b": "set=",
     r"--out\b": "out=",
+    r"--ranks (\S+ is not possible|\d+)": r"ranks=\1",
+    r"--log (\w+)": r'log="\1"',
+    r"--(ranks|restarts|log)\b": r"\1",
 }
 
 
@@ -137,6 +140,8 @@ def train(
         )
     if not isinstance(resume, bool) and resume != "auto":
         raise LockstepError(f'resume = {show(resume)} is not possible; give True, False or "auto".')
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise LockstepError(f"restarts = {show(restarts)} is not possible; give a whole number from 0 on.")
     settings, brought = bring(set, model, data, loss)
     with _as_target(recipe) as target, _speak_python():
         asked = Asked(
@@ -156,7 +161,7 @@ def train(
 
 
 def load(
-    run: "str | Path",
+    run: "str | Path | Result",
     *,
     model: "nn.Module | Callable[..., nn.Module] | None" = None,
     device: "str | Any | None" = None,
@@ -166,10 +171,10 @@ def load(
 
     Its weights are the averaged ones where there are some; with `average=False` those of the last step.
     """
-    from lockstep.engine.brought import Brought
     from lockstep.engine.inference import load_run
 
-    return load_run(run, device=device, average=average, brought=Brought(model=model))
+    path, brought = _find_run(run, model)
+    return load_run(path, device=device, average=average, brought=brought)
 
 
 def predict(
@@ -297,7 +302,7 @@ def export_each(
         path, brought, average = trained.checkpoint, trained.brought, trained.is_average
     else:
         path, brought = _find_run(trained, model)
-    files: list[Path] = []
+    files: dict[Path, str] = {}
     for kind in wanted:
         # Each anew: an exporter may leave its marks on a network.
         with _guest_manners():
@@ -305,7 +310,7 @@ def export_each(
             base = Path(out).expanduser() if out is not None else loaded.run / "export" / "model.safetensors"
             file = base if out is not None and len(wanted) == 1 else base.with_suffix(SUFFIXES[kind])
             written = write(loaded, kind, file, batch)
-        files.append(file)
+        files[file] = kind
         yield written
     if card:
         _write_card(loaded, files)
@@ -313,10 +318,10 @@ def export_each(
 
 def find_card(file: Path) -> Path:
     """Where the model card of an exported file lies."""
-    return file.with_suffix(".md")
+    return file.with_suffix(".md") if file.suffix != ".md" else file.with_name(f"{file.name}.md")
 
 
-def _write_card(trained: "TrainedNetwork", files: list[Path]) -> None:
+def _write_card(trained: "TrainedNetwork", files: Mapping[Path, str]) -> None:
     from lockstep import __version__
     from lockstep.engine.export import hide_places
     from lockstep.events import read_events
@@ -327,11 +332,11 @@ def _write_card(trained: "TrainedNetwork", files: list[Path]) -> None:
         events = read_events(trained.run)
     except LockstepError:  # weights without records are still weights
         events = []
-    config, names = hide_places(trained.config), [file.name for file in files]
+    config, names = hide_places(trained.config), {file.name: kind for file, kind in files.items()}
     subject = Subject(
         trained.run.name, trained.step, trained.classes, config, __version__, names, is_average=trained.is_average
     )
-    target = find_card(files[0])
+    target = find_card(next(iter(files)))
     try:
         write_whole(target, build_card(subject, events))
     except OSError as error:
@@ -383,7 +388,7 @@ def bring(set: Settings, model: Any, data: Any, loss: Any) -> "tuple[tuple[str, 
 
 
 def _list_settings(given: Settings) -> list[str]:
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise LockstepError(f"set = {show(given)} must be a mapping of settings, or a list of texts key=value.")
     if isinstance(given, Mapping):
         return [write_setting(str(key), value) for key, value in given.items()]

@@ -107,6 +107,7 @@ def test_what_cannot_be_measured_or_exported_is_one_sentence(tmp_path: Path) -> 
         (r"data\.source = .given. .*as data=… of .* or lockstep\.evaluate\.", lambda: lockstep.evaluate(result)),
         ("no trained network; give a run's folder", lambda: lockstep.evaluate(net)),  # type: ignore[arg-type]
         ("device = … is for a run's folder", lambda: lockstep.evaluate(result.load(), device="cpu")),
+        ("no trained network; give a run's folder", lambda: lockstep.load(net)),  # type: ignore[arg-type]
         ("There is no format 'tflite'", lambda: lockstep.export(result, "tflite")),
         ("batch = 0 is not possible", lambda: lockstep.export(result, batch=0)),
         ("cannot be written", lambda: lockstep.export(result, out=tmp_path)),
@@ -126,15 +127,20 @@ def test_one_image_alone_and_pil_images_are_predicted(tmp_path: Path) -> None:
         for one, other in zip(found.guesses, expected.guesses, strict=True):
             assert one.name == other.name
             assert one.probability == pytest.approx(other.probability, abs=0.01)
+    [nowhere] = lockstep.predict(trained, "x\0y.png")
+    assert nowhere.failure == "embedded null byte"
     with pytest.raises(lockstep.LockstepError, match="Image 0 comes as Tensor"):
         lockstep.predict(trained, torch.zeros(2, 3, 4, 4))
+    for top in (0, 2.5, True):
+        with pytest.raises(lockstep.LockstepError, match=r"top = .* is not possible; give a whole number from 1 on\."):
+            lockstep.predict(trained, picture, top=top)  # type: ignore[arg-type]
 
 
 def test_a_result_or_a_folder_predicts_a_folder_of_images(tmp_path: Path) -> None:
     result = train(tmp_path / "a")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "x.png").write_bytes(own.draw(7, 7, 0))
-    for run in (result, result.folder, str(result.folder), result.load()):
+    for run in (result, result.folder, str(result.folder), result.load(), lockstep.load(result)):
         found = lockstep.predict(run, [tmp_path / "images", own.draw(7, 7, 0)], top=1)
         assert [prediction.name for prediction in found] == [str(tmp_path / "images" / "x.png"), "image 1"]
         assert not any(prediction.failure for prediction in found)
@@ -263,7 +269,16 @@ def test_what_other_ranks_cannot_import_is_said_before_they_start(
         ({"loss": torch.nn.Linear(2, 1)}, "The loss Linear has parameters, which nobody would train"),
         ({"loss": 3}, "The loss int is not callable"),
         ({"set": {"optim.lr": None}}, "optim.lr = NoneType is no setting"),
-        ({"ranks": 0}, "--ranks 0 is not possible"),
+        ({"ranks": 0}, r"^ranks=0 is not possible"),
+        ({"restarts": -1, "ranks": 2}, r"^restarts = -1 is not possible; give a whole number from 0 on\.$"),
+        ({"restarts": "a"}, r"^restarts = \"a\" is not possible"),
+        ({"log": "wandbb"}, r'^log="wandbb" is no viewer'),
+        ({"set": {"gpus": 4}}, r"here it is ranks=4 "),
+        ({"set": {"device": "cuda"}}, "and ranks says how many"),
+        (
+            {"loss": torch.nn.CrossEntropyLoss(reduction="sum")},
+            "The loss CrossEntropyLoss gives a sum over its samples",
+        ),
         ({"resume": "yes"}, 'resume = "yes" is not possible; give True, False or "auto"'),
         ({"resume": True}, r"nothing to resume; start without resume=True\."),
         ({"set": {"optim.lrr": 1}}, r"There is no key optim\.lrr; the nearest is optim\.lr \(set=\[.optim\.lrr=1.\]\)"),
@@ -273,6 +288,19 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, brought: dict[str, Any], word
     with pytest.raises(lockstep.LockstepError, match=words) as caught:
         train(tmp_path / "a", **brought)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (5, "set = 5 must be a mapping of settings"),
+        ("optim.lr=1", 'set = "optim.lr=1" must be a mapping of settings'),
+        (["optim.lr"], r'write set=\["optim\.lr=VALUE"\]\.$'),
+    ],
+)
+def test_settings_that_are_none_are_one_sentence(tmp_path: Path, settings: Any, words: str) -> None:
+    with pytest.raises(lockstep.LockstepError, match=words):
+        lockstep.train("quickstart", set=settings, out=tmp_path / "a")
 
 
 def test_a_configuration_and_lists_of_settings_will_do(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ class folders or with a table of labels, or an object of the user's. What is lef
 """
 
 import errno
-import io
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from lockstep.data.metadata import find_metadata, read_metadata
-from lockstep.data.own_data import MEMBERS, open_own
+from lockstep.data.own_data import MEMBERS, encode_image, open_own
 from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
 from lockstep.data.sources import IMAGE_SUFFIXES, VAL_NAMES, Source, build_folder, scan_folder
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
-from lockstep.named import describe, phrase_error
+from lockstep.named import describe
 
 MOST_NAMED = 5  # classes or suffixes in a sentence
 FOLDER_WANTED = "name a folder that holds one of images for each class"
@@ -85,23 +84,16 @@ class GivenImages:
         """The encoded image; OSError when it cannot be read."""
         image = self._images[index]
         if isinstance(image, Image.Image):
-            return _encode(image)
-        return read_plain(image) if isinstance(image, str | Path) else bytes(image)
+            return encode_image(image)
+        try:
+            return read_plain(image) if isinstance(image, str | Path) else bytes(image)
+        except ValueError as error:  # a name with a zero byte
+            raise OSError(errno.EINVAL, str(error)) from error
 
     def name(self, index: int) -> str:
         """The file as it was given, or the number of what lies in memory."""
         image = self._images[index]
         return os.fspath(image) if isinstance(image, str | Path) else f"image {index}"
-
-
-def _encode(image: Image.Image) -> bytes:
-    """A PIL image as a PNG, without loss, as training takes those of a user's data."""
-    written = io.BytesIO()
-    try:
-        image.convert("RGB").save(written, "PNG", compress_level=1)
-    except Exception as error:  # it may be read from its file only now, and that raises anything
-        raise OSError(errno.EIO, phrase_error(error)) from error
-    return written.getvalue()
 
 
 def find_images(places: Sequence[Path], limit_s: float = READ_TIMEOUT_S) -> tuple[list[Path], tuple[str, ...]]:

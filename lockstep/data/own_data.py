@@ -117,14 +117,26 @@ def _read_bytes(data: Any, name: str) -> bytes:
         return data
     if isinstance(data, bytearray | memoryview):
         return bytes(data)
-    if isinstance(data, Image.Image):  # as torchvision's data sets have them; without loss
-        written = io.BytesIO()
-        data.convert("RGB").save(written, "PNG", compress_level=1)
-        return written.getvalue()
+    if isinstance(data, Image.Image):  # as torchvision's data sets have them
+        return encode_image(data)
     raise LockstepError(
         f"{_open(name)} comes as {type(data).__name__}, and must come as the bytes of a JPEG or PNG file, or as a PIL "
         "image: leave out ToTensor and what else changes it, as Lockstep does that."
     )
+
+
+def encode_image(image: Image.Image) -> bytes:
+    """A PIL image as a PNG, without loss: the pixels that its file is decoded to; OSError where it has none."""
+    written = io.BytesIO()
+    try:
+        if image.mode.startswith("I;16"):  # of which the decoder, too, keeps the upper byte
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        elif image.mode in ("I", "F"):  # Pillow would clip them at 255
+            raise ValueError(f"pixels of mode {image.mode} have no colours; convert it to 8-bit RGB or grey")
+        image.convert("RGB").save(written, "PNG", compress_level=1)
+    except Exception as error:  # it may be read from its file only now, and that raises anything
+        raise OSError(errno.EIO, phrase_error(error)) from error
+    return written.getvalue()
 
 
 def _read_label(label: Any, name: str) -> int:

@@ -249,7 +249,10 @@ def _finish_split(target: Path, split: str, jobs: Sequence[ShardJob]) -> Index:
     """Join the shards' parts of the index into that of the split."""
     index = join_indexes([read_index(job.part_path) for job in jobs])
     if not index.num_samples:
-        raise LockstepError(f"Not one file of {split}/ can be packed; see whether the disk and the files are whole.")
+        reason = f" ({index.skipped[0]})" if index.skipped else ""
+        raise LockstepError(
+            f"Not one file of {split}/ can be packed{reason}; see whether the disk and the files are whole."
+        )
     write_index(index_path(target, split), index)
     return index
 

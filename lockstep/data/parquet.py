@@ -24,6 +24,7 @@ from lockstep.errors import LockstepError
 LABELS = ("label", "labels", "fine_label", "class", "category")  # columns that hold one, the first that is there
 MAX_GROUP_BYTES = 1 << 32  # of a group of rows, which is read as a whole
 MAX_CLASSES = 1 << 24
+LONGEST = 200  # characters of a label
 
 
 class ParquetImages:
@@ -216,8 +217,11 @@ def _choose_columns(schema: Any, path: Path) -> tuple[str, str]:
 
 
 def _name_label(value: Any, path: Path) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | str) or not 0 < len(str(value)) <= 200 or value == -1:
+    if value is None or value in (-1, ""):
         raise LockstepError(f"{path} has a row without a label; leave the file out if it is for tests without labels.")
+    if isinstance(value, bool) or not isinstance(value, int | str) or len(str(value)) > LONGEST:
+        kind = type(value).__name__
+        raise LockstepError(f"{path} has a {kind} as a label where a whole number or a word is wanted; convert it.")
     return str(value)
 
 

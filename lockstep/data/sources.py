@@ -283,7 +283,23 @@ def _scan_folder(root: Path, classes: tuple[str, ...], steps: Steps) -> ImageFol
         paths += sorted(walk.found)
         counts.append(len(walk.found))
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return build_folder(os.fsencode(root) + b"/", classes, paths, labels, walk.notes())
+    notes = (*walk.notes(), *_describe_loose(root, steps))
+    return build_folder(os.fsencode(root) + b"/", classes, paths, labels, notes)
+
+
+def _describe_loose(root: Path, steps: Steps) -> tuple[str, ...]:
+    """The sentence on images that lie beside the class folders; none where there are none."""
+    steps.ask(root)
+    with os.scandir(root) as entries:
+        names = (entry.name for entry in entries if not _is_folder(entry))
+        loose = sorted(name for name in names if name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith("."))
+    if not loose:
+        return ()
+    images, are = ("image", "is") if len(loose) == 1 else ("images", "are")
+    return (
+        f"{len(loose):,} {images} in {root} {are} left out, being in no class folder, such as {loose[0]}; move what is "
+        "wanted into one.",
+    )
 
 
 def _list_classes(root: Path, steps: Steps) -> tuple[str, ...]:

@@ -36,8 +36,11 @@ MAX_LABEL_BYTES = 1 << 16
 MAX_CLASSES = 1 << 24
 MAX_NAME = 200
 LABEL_KEYS = ("label", "cls", "class", "class_id", "class_label")  # of a sample's JSON, the first that is there
+NO_LABEL = "-1"  # as sets for tests have it
 NAME_KEYS = ("class_name", "label_name", "classname", "synset", "wnid")
 NAME_FILES = ("classes.txt", "class_names.txt", "labels.txt", "classnames.txt")
+LABELLED = "an image and a label (.cls, or .json with a label)"
+ADVICE = "give each sample both, or unpack the images to class folders"
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
@@ -141,7 +144,7 @@ def read_or_build(
     folder = default_cache() / f"webdataset-{look(partial(_fingerprint, root, files), limit_s)}"
     paths = [index_path(folder, split) for split in SPLITS]
     try:
-        return [read_index(path, limit_s) for path in paths]
+        return _refuse_empty(files, [read_index(path, limit_s) for path in paths])
     except LockstepError:
         indexes = build_indexes(root, files, False, workers, progress)
     try:
@@ -150,6 +153,16 @@ def read_or_build(
             write_index(path, index)
     except OSError:
         pass  # a full disk costs the next run the time, not this one its data
+    return indexes
+
+
+def _refuse_empty(files: list[list[Path]], indexes: list[Index]) -> list[Index]:
+    """The indexes, if every split that has files has samples."""
+    for group, index in zip(files, indexes, strict=True):
+        if group and not index.num_samples:
+            more = " and the others of its split" if len(group) > 1 else ""
+            left_out = f": {index.skipped[0]} is left out" if index.skipped else ""
+            raise LockstepError(f"No sample in {group[0]}{more} has {LABELLED}{left_out}; {ADVICE}.")
     return indexes
 
 
@@ -200,7 +213,7 @@ def build_indexes(
         part = found[first : first + len(group)]
         first += len(group)
         indexes.append(_join(root, group, part, numbers, classes, checksums))
-    return indexes
+    return _refuse_empty(files, indexes)
 
 
 def _join(
@@ -234,7 +247,7 @@ def name_classes(root: Path, found: list[Found]) -> tuple[dict[str, int], tuple[
     """The number of each label, and what each class is called: by a file, by the samples, else by the label itself."""
     labels = {label for part in found for label in part.labels}
     if not labels:
-        raise LockstepError(f"No sample in {root} has an image and a label (.cls, or .json with a label).")
+        raise LockstepError(f"No sample in {root} has {LABELLED}; {ADVICE}.")
     if not all(label.isascii() and label.isdigit() and len(label) < 9 for label in labels):
         classes = tuple(sorted(labels))
         return {label: number for number, label in enumerate(classes)}, classes
@@ -323,6 +336,8 @@ def _take(job: TarJob, file: BinaryIO, key: str, members: dict[str, tarfile.TarI
 def _read_label(file: BinaryIO, members: dict[str, tarfile.TarInfo], class_names: dict[str, str]) -> str:
     """A sample's label as text, from its .cls or else its .json, which may name the class of a number in either."""
     label = _read_text(file, members.get("cls"))[:MAX_NAME]
+    if label == NO_LABEL:
+        return ""
     if label and not label.isdigit():
         return label
     try:
@@ -333,7 +348,7 @@ def _read_label(file: BinaryIO, members: dict[str, tarfile.TarInfo], class_names
         return label
     said = next((table[key] for key in LABEL_KEYS if key in table), None)
     if not label and isinstance(said, int | str) and not isinstance(said, bool) and len(str(said)) <= MAX_NAME:
-        label = str(said)
+        label = str(said) if str(said) != NO_LABEL else ""
     name = next((table[key] for key in NAME_KEYS if key in table), None)
     if label and isinstance(name, str) and name:
         class_names[label] = name[:MAX_NAME]

@@ -90,8 +90,8 @@ def export(trained: TrainedNetwork, kind: Format, file: Path, batch: int | None 
     except LockstepError:
         raise
     except Exception as error:  # a network of one's own may hold what a format has no word for: they raise anything
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise LockstepError(f"The network cannot be written as {kind} ({reason[:300]}).") from error
+        advice = "choose another format" if batch else "give a batch of a fixed size (batch), or choose another format"
+        raise LockstepError(f"The network cannot be written as {kind} ({_find_reason(error)}); {advice}.") from error
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, data)
@@ -100,6 +100,13 @@ def export(trained: TrainedNetwork, kind: Format, file: Path, batch: int | None 
             f"{file} cannot be written ({error.strerror}); choose another file to write to (out)."
         ) from None
     return Exported(file, kind, len(data), difference)
+
+
+def _find_reason(error: BaseException) -> str:
+    """The first line of what went wrong at the bottom of it: exporters wrap it in advice on themselves."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
 def describe(trained: TrainedNetwork) -> dict[str, str]:
@@ -122,7 +129,10 @@ def describe(trained: TrainedNetwork) -> dict[str, str]:
 def hide_places(config: RunConfig) -> RunConfig:
     """The configuration without where things lay: of no use elsewhere, and nobody's business."""
     data = config.data.model_copy(update={"path": Path(config.data.path).name})
-    return config.model_copy(update={"data": data, "comm": config.comm.model_copy(update={"cluster": ""})})
+    weights = config.model.weights
+    model = config.model.model_copy(update={"weights": Path(weights).name if Path(weights).is_absolute() else weights})
+    comm = config.comm.model_copy(update={"cluster": ""})
+    return config.model_copy(update={"data": data, "model": model, "comm": comm})
 
 
 def _plain(trained: TrainedNetwork) -> nn.Module:
@@ -138,7 +148,8 @@ def _plain(trained: TrainedNetwork) -> nn.Module:
 def _encode_safetensors(
     network: nn.Module, facts: dict[str, str], image_size: int, batch: int | None
 ) -> tuple[bytes, float]:
-    arrays = {name: array.contiguous() for name, array in network.state_dict().items()}
+    # Each by itself: the format has no word for an array that two modules share.
+    arrays = {name: array.clone(memory_format=torch.contiguous_format) for name, array in network.state_dict().items()}
     data = save(arrays, metadata=facts)
     back = load(data)
     if back.keys() != arrays.keys() or any(not torch.equal(back[name], arrays[name]) for name in arrays):

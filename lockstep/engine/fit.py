@@ -36,6 +36,11 @@ def describe_fit(config: RunConfig, sources: Sources) -> list[Notice]:
 def _judge_classes(sources: Sources) -> list[str]:
     """Classes of which nothing can be learnt, or nothing be seen of what was learnt; a split by hash may leave some."""
     said = []
+    if len(sources.train.classes) == 1:
+        said.append(
+            f"There is one class alone, {sources.train.classes[0]}, so that every answer is right. Sort the images "
+            "into a folder for each class."
+        )
     for source, what in ((sources.train, "training"), (sources.val, "validation")):
         empty = np.flatnonzero(np.bincount(source.labels.astype(np.int64), minlength=len(source.classes)) == 0)
         if len(empty):

@@ -40,8 +40,10 @@ from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
 from lockstep.files import read_small
 from lockstep.models import set_fused
+from lockstep.models.weights import list_kept
 from lockstep.optim.storage import build_weights
 from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
+from lockstep.recipe_values import show
 from lockstep.recipes.read import load_recipe
 
 Compute = Literal["fp32", "tf32", "fp16", "bf16"]
@@ -123,7 +125,7 @@ def load_run(
     ((kind, arrays),) = checkpoint.files.items()
     if average and kind != AVERAGE:
         raise LockstepError(
-            f"{checkpoint.path} holds no averaged weights: optim.average was not set; leave out --average."
+            f"{checkpoint.path} holds no averaged weights: optim.average was not set; do not ask for them (average)."
         )
     classes = read_classes(run, checkpoint.state)
     network = _build(computed, len(classes), arrays, checkpoint.path, brought)
@@ -239,17 +241,19 @@ def _build(
     """The network with these arrays in it; anything that does not fit is a sentence."""
     misfit = f"The checkpoint {where} does not fit the run's config.toml"
     # Before anything of that size is built, as the number may be forged.
-    if not any(array.ndim and len(array) == num_classes for array in arrays.values()):
+    if not any(num_classes in array.shape for array in arrays.values()):
         raise LockstepError(f"{misfit}: its network does not tell {num_classes:,} classes apart.")
     try:
         network = build_network(config, num_classes, brought)
     except (RuntimeError, MemoryError) as error:
         raise LockstepError(f"The network of {where} cannot be built ({str(error).splitlines()[0][:200]}).") from error
-    expected = network.state_dict()
+    expected = list_kept(network)  # as a checkpoint has it: what modules share has one name
     for name in expected.keys() | arrays.keys():
         if name not in arrays or name not in expected or arrays[name].shape != expected[name].shape:
             raise LockstepError(f"{misfit}: {name[:200]} is missing, unknown or of another shape.")
-    network.load_state_dict(dict(arrays))
+    with torch.no_grad():
+        for name, values in expected.items():
+            values.copy_(arrays[name])
     return network
 
 
@@ -274,7 +278,9 @@ def predict(
     if not given:
         return []
     source = GivenImages(given)
-    top = max(1, min(top, len(trained.classes)))
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise LockstepError(f"top = {show(top)} is not possible; give a whole number from 1 on.")
+    top = min(top, len(trained.classes))
     guesses: dict[int, tuple[Guess, ...]] = {}
     # As evaluation does it, but for damaged images, which are the caller's to judge.
     config = trained.configure(bad_share=1.0, resident="off")

@@ -13,14 +13,15 @@ from lockstep.errors import LockstepError
 from lockstep.models.initialize import seeded
 from lockstep.named import phrase_error
 
+EXTRA_STATE = "_extra_state"  # what PyTorch calls what a module's get_extra_state gives
 NUM_IMAGES = 2  # batch norm over a single pixel needs as many
 
 
 def vet_network(name: str, model: nn.Module, num_classes: int, image_sizes: tuple[int, ...]) -> None:
     """Refuse what cannot be trained; the network is left in FP32, its weights and buffers as they were."""
     _check_parameters(name, model)
-    _check_buffers(name, model)
     model.float()
+    _check_buffers(name, model)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
         with seeded(0):
@@ -47,7 +48,14 @@ def _check_parameters(name: str, model: nn.Module) -> None:
 
 def _check_buffers(name: str, model: nn.Module) -> None:
     kept = model.state_dict(keep_vars=True)
+    if own := next((key for key in kept if key.rpartition(".")[2] == EXTRA_STATE), None):
+        raise LockstepError(
+            f"{name} has a state of its own that no checkpoint holds, {own}; keep it in buffers (register_buffer) in "
+            "place of get_extra_state."
+        )
     for key, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            raise LockstepError(f"{name} has a layer without a size, {key}; give its size in place of a lazy layer.")
         if key not in kept:
             continue
         if buffer.is_complex() or buffer.is_sparse or buffer.is_quantized:

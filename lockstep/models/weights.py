@@ -103,7 +103,7 @@ def fetch_weights(name: str) -> dict[str, Tensor]:
 def fit_weights(source: str, found: Mapping[str, Tensor], model: nn.Module, num_classes: int) -> Fit:
     """Match arrays to a network; those of a classifier for other classes are left out, and said."""
     found = _strip(found)
-    wanted = _list_wanted(model)
+    wanted = list_kept(model)
     aliases = _list_aliases(model)
     found = {aliases.get(name, name): values for name, values in found.items()}
     arrays: dict[str, Tensor] = {}
@@ -152,8 +152,8 @@ def _strip(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(found)
 
 
-def _list_wanted(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and the buffers that are kept, by name."""
+def list_kept(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and the buffers that are kept, by name; one that several modules share has its first name alone."""
     kept = model.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return {**dict(model.named_parameters()), **buffers}

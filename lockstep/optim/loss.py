@@ -52,6 +52,10 @@ class OwnLoss:
             raise self._refuse(f"cannot be built: {phrase_error(error)}") from error
         if not callable(self._loss):
             raise self._refuse("is not callable; give a function of logits and labels")
+        if getattr(self._loss, "reduction", "") == "sum":
+            raise self._refuse(
+                "gives a sum over its samples, which would count as their mean; set its reduction to none"
+            )
         if isinstance(self._loss, nn.Module) and next(self._loss.parameters(), None) is not None:
             raise self._refuse("has parameters, which nobody would train; make them a part of the network, or buffers")
 

@@ -5,7 +5,7 @@ holds the files. What a run says is text: nothing in a name becomes Markdown or 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.config import RESNETS, RunConfig, to_toml
@@ -30,7 +30,7 @@ class Subject:
     classes: Sequence[str]
     config: RunConfig
     version: str  # of Lockstep, that wrote the files
-    files: Sequence[str]  # beside the card: .safetensors, .onnx, .pt2
+    files: Mapping[str, str]  # beside the card, each with its format
     is_average: bool = False  # whether the weights are the average of the run's
 
 
@@ -137,9 +137,9 @@ def _tell_training(subject: Subject, history: History | None) -> str:
 def _tell_use(subject: Subject) -> str:
     """Code for each file there is, behind the code that reads an image as the run's evaluation does."""
     data, blocks = subject.config.data, []
-    for file in subject.files:
-        build = {"safetensors": _use_safetensors, "onnx": _use_onnx, "pt2": _use_program}[file.rpartition(".")[2]]
-        title, code = build(subject, file)
+    uses = {"safetensors": _use_safetensors, "onnx": _use_onnx, "torch-export": _use_program}
+    for file, kind in subject.files.items():
+        title, code = uses[kind](subject, file)
         blocks.append(f"### {title}\n\n{fence(code, 'python')}")
     reading = f"""
 import json
@@ -184,6 +184,9 @@ def _use_safetensors(subject: Subject, file: str) -> tuple[str, str]:
                 "network.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)",
                 "network.maxpool = torch.nn.Identity()",
             ]
+    elif model.name == GIVEN:
+        title, imports = "Weights in the program's network", ""
+        build = ["network = ...  # put in the nn.Module that the program gave to this run"]
     else:  # nobody else has this network
         title = "Weights in Lockstep's network"
         imports = (

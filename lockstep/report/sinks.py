@@ -228,7 +228,7 @@ def parse_viewers(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in VIEWERS:
-            raise LockstepError(f"--log knows no {name!r}; give one or more of {', '.join(VIEWERS)}.")
+            raise LockstepError(f"--log {name[:40]} is no viewer; give one or more of {', '.join(VIEWERS)}.")
         package = VIEWERS[name][1]
         if package and not is_installed(package):
             raise LockstepError(f"--log {name} needs the package {package}; install it with: pip install {package}")

@@ -3,6 +3,7 @@
 import io
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lockstep.data.decode import decode, read_header
-from lockstep.data.own_data import OwnData, open_own
+from lockstep.data.own_data import OwnData, encode_image, open_own
 from lockstep.data.reader import SampleReader
 from lockstep.data.sources import is_same
 from lockstep.errors import LockstepError
@@ -72,6 +73,31 @@ def test_other_forms_of_bytes_and_whole_numbers_will_do(data: Any, label: Any) -
     source = open_first([(b"", 0), (data, label)])
     assert source.read(1) == b"abc"
     assert source.labels.tolist() == [0, 1]
+
+
+def test_a_16_bit_pil_image_is_what_its_file_is(tmp_path: Path) -> None:
+    levels = np.linspace(0, 65535, 20 * 30).reshape(20, 30)
+    for kind in ("<u2", ">u2"):
+        image = Image.fromarray(levels.astype(kind))
+        image.save(tmp_path / "grey.tiff")
+        expected = decode((tmp_path / "grey.tiff").read_bytes())
+        assert np.array_equal(decode(encode_image(image)), expected)
+        assert np.array_equal(expected[..., 0], levels.astype(np.uint16) >> 8)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pil_pixels_without_colours_are_a_sample_that_cannot_be_read(mode: str) -> None:
+    with pytest.raises(OSError, match=f"mode {mode} have no colours; convert it"):
+        open_first(Listed([(Image.new(mode, (4, 4)), 0)], labels=[0])).read(0)
+
+
+def test_a_pil_image_that_breaks_when_it_is_loaded_says_why() -> None:
+    written = io.BytesIO()
+    Image.effect_noise((50, 50), 40).save(written, "PNG")
+    image = Image.open(io.BytesIO(written.getvalue()[:900]))
+    with pytest.raises(OSError, match="truncated") as caught:
+        open_first(Listed([(image, 0)], labels=[0])).read(0)
+    assert "truncated" in caught.value.strerror
 
 
 def test_a_pil_image_comes_through_without_loss() -> None:

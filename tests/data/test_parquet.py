@@ -129,6 +129,8 @@ def test_a_row_without_an_image_is_left_out_only_when_asked(root: Path, tmp_path
     [
         ({"label": [-1] * 4}, "a row without a label"),
         ({"label": [None] * 4}, "a row without a label"),
+        ({"label": [1.0] * 4}, "has a float as a label where a whole number or a word is wanted; convert it"),
+        ({"label": [[1, 2]] * 4}, "has a list as a label where"),
         ({"label": [10**8] * 4}, "the label 100,000,000, beyond"),
         ({"image": ["x"] * 4}, "has the columns image, label, but none with images' bytes"),
     ],

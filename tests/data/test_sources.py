@@ -117,6 +117,13 @@ def test_what_is_left_out_is_counted_and_named(tmp_path: Path) -> None:
     assert val.notes == ()
 
 
+def test_images_beside_the_class_folders_are_said(tmp_path: Path) -> None:
+    train, val = open_folder(make(tmp_path, *GOOD, "train/b.PNG", "train/.c.png", "train/d.txt"))
+    assert (train.num_samples, val.notes) == (2, ())
+    (note,) = train.notes
+    assert note.startswith(f"1 image in {tmp_path / 'train'} is left out, being in no class folder, such as b.PNG; ")
+
+
 def test_every_format_that_is_read_is_found(tmp_path: Path) -> None:
     suffixes = ("webp", "bmp", "tif", "TIFF", "gif", "jfif", "jpe")
     train, _ = open_folder(make(tmp_path, *GOOD, *(f"train/ant/x.{suffix}" for suffix in suffixes)))

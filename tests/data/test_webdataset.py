@@ -222,6 +222,13 @@ def test_tar_files_beside_unpacked_images_are_not_the_data(tmp_path: Path) -> No
         ({"train.tar": by_number(0, 2)}, r"none for validation by its name; .*data\.val_share = 0\.1"),
         ({"train.tar": [("a.txt", b"x")], "val.tar": []}, r"No sample .* has an image and a label"),
         ({"train.tar": [("a.jpg", b"x"), ("a.cls", b"99999999")], "val.tar": []}, r"the label 99,999,999, beyond"),
+        ({"train.tar": [], "val.tar": by_number(0, 2)}, r"No sample in \S+train\.tar has .*class folders\.$"),
+        (
+            {"train-0.tar": [("7.jpg", b"x")], "train-1.tar": [], "val.tar": by_number(0, 2)},
+            r"train-0\.tar and the others of its split has .*: train-0\.tar: 7 \(no label\) is left out; give each",
+        ),
+        ({"train.tar": [("7.jpg", b"x"), ("7.cls", b"-1")], "val.tar": by_number(0, 2)}, r"7 \(no label\)"),
+        ({"train.tar": [("7.jpg", b"x"), ("7.json", b'{"label": -1}')], "val.tar": by_number(0, 2)}, r"7 \(no label\)"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(
@@ -229,8 +236,9 @@ def test_what_cannot_be_used_is_one_sentence(
 ) -> None:
     for name, members in files.items():
         write_tar(tmp_path / "wds" / name, members)
-    with pytest.raises(LockstepError, match=sentence):
-        open_root(tmp_path / "wds")
+    for _ in ("first", "from the cache"):
+        with pytest.raises(LockstepError, match=sentence):
+            open_root(tmp_path / "wds")
 
 
 def test_compressed_tar_files_are_one_sentence(tmp_path: Path) -> None:

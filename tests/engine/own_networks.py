@@ -46,3 +46,19 @@ class Patches(nn.Module):
         x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1) + self.pos_embed
         logits: Tensor = self.head(self.norm(self.blocks(x))[:, 0])
         return logits
+
+
+class Shared(nn.Module):
+    """Modules that share arrays: a weight under two names, a norm that is used twice, and a bare matrix as the head."""
+
+    def __init__(self, num_classes: int, width: int = 6) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 8, 8)
+        self.norm1 = self.norm2 = nn.BatchNorm2d(width)
+        self.there, self.back = nn.Linear(width, width), nn.Linear(width, width)
+        self.back.weight = self.there.weight
+        self.classes = nn.Parameter(0.1 * torch.randn(width, num_classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm2(self.norm1(self.patches(images)).relu()).mean((2, 3))
+        return self.back(self.there(x).relu()) @ self.classes

@@ -17,12 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from lockstep.config import to_toml
 from lockstep.engine import export as module
 from lockstep.engine.build import build_network
-from lockstep.engine.export import TOLERANCE, export, parse_formats
+from lockstep.engine.export import TOLERANCE, export, hide_places, parse_formats
 from lockstep.engine.inference import TrainedNetwork, load_run, predict
 from lockstep.errors import LockstepError
 from lockstep.events import read_events
+from lockstep.recipes.read import load_recipe
 from lockstep.report.model_card import Subject, build_card
 from tests.engine.conftest import make_run, tiny_config
 
@@ -33,7 +35,7 @@ def load(run: Path) -> TrainedNetwork:
     return load_run(run, device="cpu", compute="fp32")
 
 
-def write_card(run: Path, folder: Path, *files: str) -> str:
+def write_card(run: Path, folder: Path, files: dict[str, str]) -> str:
     trained = load_run(run)
     subject = Subject(run.name, trained.step, trained.classes, trained.config, "1.2.3", files)
     text = build_card(subject, read_events(run) if (run / "events.jsonl").exists() else [])
@@ -83,7 +85,7 @@ def test_weights_and_program_come_back_and_the_cards_code_uses_them(
     assert str(named_images.parent) not in facts["recipe"]
     assert 'path = "shapes"' in facts["recipe"]
 
-    card = write_card(trained_run, tmp_path, "model.safetensors", "model.pt2")
+    card = write_card(trained_run, tmp_path, {"model.safetensors": "safetensors", "model.pt2": "torch-export"})
     image = next((named_images / "val" / "star").iterdir())
     answers = follow_card(card, tmp_path, image, monkeypatch)
     assert len(answers) == 2
@@ -109,7 +111,7 @@ def test_onnx_gives_the_networks_logits_for_any_batch(
     (found,) = session.run(["logits"], {"images": images.numpy()})
     assert np.abs(found - expected).max() <= TOLERANCE * max(1.0, np.abs(expected).max())
 
-    card = write_card(trained_run, tmp_path, "model.onnx")
+    card = write_card(trained_run, tmp_path, {"model.onnx": "onnx"})
     image = next((named_images / "val" / "star").iterdir())
     answers = follow_card(card, tmp_path, image, monkeypatch)
     assert agree(answers, load(trained_run), tmp_path / "image.jpeg")
@@ -155,9 +157,35 @@ def test_a_network_that_no_format_has_words_for_is_a_sentence(trained_run: Path,
 
     trained = load(trained_run)
     odd = TrainedNetwork(**{**vars(trained), "network": Odd()})
-    with pytest.raises(LockstepError, match="cannot be written as torch-export"):
-        export(odd, "torch-export", tmp_path / "model.pt2")
+    for batch, advice in ((None, r"give a batch of a fixed size \(batch\), or choose"), (2, r"\); choose")):
+        sentence = rf"cannot be written as torch-export \(.*{advice} another format\.$"
+        with pytest.raises(LockstepError, match=sentence):
+            export(odd, "torch-export", tmp_path / "model.pt2", batch)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs onnx and onnxruntime")
+def test_the_reason_is_the_networks_and_not_the_exporters(trained_run: Path, tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            raise ValueError("no day for this")
+
+    odd = TrainedNetwork(**{**vars(load(trained_run)), "network": Odd()})
+    with pytest.raises(LockstepError, match=r"cannot be written as onnx \(no day for this\); "):
+        export(odd, "onnx", tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("weights", "told"),
+    [("/home/somebody/nets/resnet.pth", "resnet.pth"), ("timm:hf_hub:org/net", "timm:hf_hub:org/net"), ("", "")],
+)
+def test_where_things_lay_is_nobodys_business(weights: str, told: str) -> None:
+    _, config = load_recipe(
+        "quickstart", [f"model.weights={weights}", "data.source=folder", "data.path=/home/somebody/images"]
+    )
+    hidden = hide_places(config)
+    assert hidden.model.weights == told
+    assert "somebody" not in to_toml(hidden)
 
 
 def test_what_is_not_installed_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +212,7 @@ def test_the_cards_code_loads_the_weights_into_torchvision(
     config = tiny_config(images, "model.width=64", f"model.stem={stem}")
     run = make_run(tmp_path / "run", config)
     export(load(run), "safetensors", tmp_path / "model.safetensors")
-    card = write_card(run, tmp_path, "model.safetensors")
+    card = write_card(run, tmp_path, {"model.safetensors": "safetensors"})
     assert "torchvision.models.resnet18(num_classes=len(classes))" in card
     image = next((images / "val" / "star").iterdir())
     answers = follow_card(card, tmp_path, image, monkeypatch)

@@ -87,6 +87,14 @@ def test_classes_without_samples_are_named() -> None:
     assert texts == [f"1 of 3 classes have no {what} sample: cow." for what in ("training", "validation")]
 
 
+def test_a_single_class_is_mentioned() -> None:
+    source = Many(60_000, 40)
+    source.classes, source.labels = ("ant",), np.zeros(60_000, np.int64)
+    config = load_recipe("cifar10-resnet18", ["data.source=folder", "data.path=x"])[1]
+    (notice,) = describe_fit(config, Sources(source, source))
+    assert "There is one class alone, ant, so that every answer is right." in notice.text
+
+
 def test_the_quickstart_has_nothing_to_say(tmp_path: Path) -> None:
     config = load_recipe("quickstart", [])[1]
     source = Many(config.data.train_images, 64)

@@ -232,9 +232,10 @@ def test_a_network_that_is_not_the_configured_one_is_refused(copied: Path) -> No
 def test_a_forged_number_of_classes_builds_nothing(copied: Path) -> None:
     newest = list_checkpoints(copied / "checkpoints")[0]
     held = read_checkpoint(newest)
-    for names in ([f"class {place}" for place in range(200_000)], ["a"]):
+    many = [f"class {place}" for place in range(200_000)]
+    for names, words in ((many, "does not tell 200,000 classes apart"), (["a"], r"fc\.\w+ is .* of another shape")):
         save_checkpoint(newest.parent, 10, held.files, held.state | {"classes": names}, keep=1)
-        with pytest.raises(LockstepError, match=f"does not tell {len(names):,} classes apart"):
+        with pytest.raises(LockstepError, match=words):
             load_run(newest)
     for wrong in (["a", "a"], ["a", ""], [1], "ab", {"a": 1}):
         save_checkpoint(newest.parent, 10, held.files, held.state | {"classes": wrong}, keep=1)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import lockstep
 from lockstep.comm.world import World, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.order import share
@@ -25,7 +26,7 @@ from lockstep.plan.plan import Execution
 from lockstep.recipes.read import load_recipe
 from tests.engine import commands
 from tests.engine.conftest import tiny_config, tiny_settings
-from tests.engine.own_networks import Patches
+from tests.engine.own_networks import Patches, Shared
 from tests.engine.test_run import open_sink, read_config
 from tests.ranks import run_ranks, world_of_one
 
@@ -73,6 +74,22 @@ def test_two_ranks_train_it_and_a_resumed_run_ends_with_the_same_weights(images:
         torch.bool,
         torch.float32,
     )
+
+
+def test_a_network_whose_modules_share_arrays_can_be_used(images: Path, tmp_path: Path) -> None:
+    config = tiny_config(images, "model={name = 'tests.engine.own_networks:Shared'}", "train.duration=1ep", *ADAMW)
+    run_rank(config, "own", tmp_path / "run", resume=False, membership=None, open_sink=open_sink)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-00000005" / "model.safetensors")
+    assert "back.weight" not in saved
+    assert "norm2.running_mean" not in saved
+    trained = lockstep.load(tmp_path / "run", device="cpu")
+    assert all(torch.equal(trained.network.state_dict()[name], array) for name, array in saved.items())
+    [exported] = lockstep.export(tmp_path / "run")
+    other = Shared(10)
+    other.load_state_dict(load_file(exported.file))
+    noise = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(other.eval()(noise), trained.network(noise))
 
 
 def train_alone(world: World, images: Path, count: int) -> tuple[Tensor, list[str], dict[str, Tensor]]:

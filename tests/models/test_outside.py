@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError
 from lockstep.models import build_started
+from lockstep.models.vetting import vet_network
 
 CODE = """
 import torch
@@ -172,6 +173,10 @@ class Odd(nn.Module):
             self.register_buffer("mask", torch.full((3,), -torch.inf), persistent=what == "infinite")
         if what == "complex buffer":
             self.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+        if what == "lazy norm":
+            self.norm = nn.LazyBatchNorm2d(affine=False)  # type: ignore[assignment]
+        if what == "eight bits":
+            self.register_buffer("scale", torch.ones(4).to(torch.float8_e4m3fn))
         if what == "sparse":
             self.words = nn.Embedding(4, num_classes, sparse=True)
         if what == "unused":
@@ -202,6 +207,7 @@ HERE = f"{__name__}:Odd"
     ("what", "sentence"),
     [
         ("lazy", r"a layer without a size, head\.weight"),
+        ("lazy norm", r"a layer without a size, norm\.running_mean"),
         ("complex", "complex weights, bad"),
         ("infinite", "numbers that are not finite, mask.*persistent=False"),
         ("complex buffer", "no checkpoint can hold, turn"),
@@ -218,6 +224,20 @@ def test_what_cannot_be_trained_is_said_before_it_starts(what: str, sentence: st
         build(HERE, what=what)
 
 
+class Remembering(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_a_state_that_no_checkpoint_holds_is_refused() -> None:
+    model = Odd(5)
+    model.norm.add_module("memory", Remembering())
+    with pytest.raises(LockstepError, match=r"no checkpoint holds, norm\.memory\._extra_state; keep it in buffers"):
+        vet_network("it", model, 5, (8,))
+
+
 def test_images_that_do_not_fit_are_named() -> None:
     with pytest.raises(
         LockstepError, match=r"failed on images of 2 × 2 pixels \(RuntimeError.*change data\.image_size"
@@ -225,10 +245,10 @@ def test_images_that_do_not_fit_are_named() -> None:
         build(HERE, sizes=(8, 2))
 
 
-@pytest.mark.parametrize("what", ["", "unused", "integers", "passing"])
+@pytest.mark.parametrize("what", ["", "unused", "integers", "passing", "eight bits"])
 def test_looking_leaves_no_trace(what: str) -> None:
     model, own = build(HERE, what=what), Odd(5, what)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     for name, buffer in own.named_buffers():
-        assert torch.equal(model.get_buffer(name), buffer), name
+        assert torch.equal(model.get_buffer(name), buffer.to(model.get_buffer(name).dtype)), name

@@ -83,7 +83,7 @@ def test_pages_and_viewers_have_its_curves() -> None:
 
 def test_the_card_is_of_the_weights_in_the_file() -> None:
     names = ["ant", "bee", "cat", "dog", "eel", "fox"]
-    subject = Subject("a-run", 40, names, CONFIG, "9.9", (), is_average=True)
+    subject = Subject("a-run", 40, names, CONFIG, "9.9", {}, is_average=True)
     card = build_card(subject, EVENTS)
     assert "its averaged weights after step 40" in card
     assert "| top-1 | 81.2 % | 81 of 100 |" in card

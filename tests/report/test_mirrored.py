@@ -33,6 +33,6 @@ def test_accuracy_is_told_with_how_it_was_measured(data: object, is_said: bool, 
 def test_the_card_tells_so_too(flip: bool) -> None:
     config = load_recipe("quickstart", [f"data.eval_flip={str(flip).lower()}"])[1]
     events = [started(), evaluated(40, 1025.0, 0.75), ended(40, 1030.0, 30.0)]
-    card = build_card(Subject("a-run", 40, ["ant", "bee"], config, "9.9", ()), events)
+    card = build_card(Subject("a-run", 40, ["ant", "bee"], config, "9.9", {}), events)
     assert (WORDS in card.partition("## Training")[0]) is flip
     assert ("asked of an image without its mirror image" in card.partition("## Limits")[2]) is flip

@@ -1,6 +1,9 @@
 """A model card says what is known and nothing else, and no name in it becomes Markdown."""
 
+from collections.abc import Mapping
+
 from lockstep.config import RunConfig
+from lockstep.named import GIVEN
 from lockstep.recipes.read import load_recipe
 from lockstep.report.model_card import MOST_CLASSES, Subject, build_card, fence, plain
 from tests.report.records import ended, epoch_done, evaluated, started
@@ -14,7 +17,7 @@ def card_of(
     classes: list[str] = NAMES,
     step: int = 40,
     config: RunConfig = QUICKSTART,
-    files: tuple[str, ...] = (),
+    files: Mapping[str, str] = {},
 ) -> str:
     return build_card(Subject("a-run", step, classes, config, "9.9", files), events)  # type: ignore[arg-type]
 
@@ -100,11 +103,19 @@ def test_of_very_many_classes_some_are_listed() -> None:
 
 
 def test_each_file_has_its_code_and_torchvision_only_what_it_has() -> None:
-    files = ("m.safetensors", "m.onnx", "m.pt2")
+    files = {"m.safetensors": "safetensors", "m.onnx": "onnx", "m.bin": "torch-export"}
     card = card_of(files=files)
     assert [f'"{name}"' in card for name in files] == [True] * 3
     assert "torchvision" not in card  # whose networks have one width
+    assert 'torch.export.load("m.bin"' in card  # by what it is, whatever it is called
     wide = QUICKSTART.model_copy(
         update={"model": QUICKSTART.model.model_copy(update={"width": 64, "stem": "imagenet"})}
     )
     assert f"torchvision.models.{wide.model.name}(num_classes=len(classes))" in card_of(files=files, config=wide)
+
+
+def test_a_network_that_a_program_gave_is_to_be_put_in_and_not_built() -> None:
+    given = QUICKSTART.model_copy(update={"model": QUICKSTART.model.model_copy(update={"name": GIVEN})})
+    card = card_of(files={"m.safetensors": "safetensors"}, config=given)
+    assert "network = ...  # put in" in card
+    assert "build_network" not in card

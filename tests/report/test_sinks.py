@@ -44,7 +44,7 @@ class Ear(SilentSink):
 
 
 def test_an_unknown_viewer_is_a_sentence() -> None:
-    with pytest.raises(LockstepError, match=r"--log knows no 'tensorbord'; give one or more of tensorboard, wandb"):
+    with pytest.raises(LockstepError, match=r"--log tensorbord is no viewer; give one or more of tensorboard, wandb"):
         parse_viewers("mlperf, tensorbord")
     assert parse_viewers("") == []
     assert parse_viewers(" mlperf,mlperf ,") == ["mlperf"]
