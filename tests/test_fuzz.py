@@ -16,11 +16,12 @@ from lockstep.config import KEYS, RunConfig, to_toml
 from lockstep.data.order import Cursor
 from lockstep.engine import checkpoint
 from lockstep.engine.build import Parts
-from lockstep.engine.state import State, load_state, save_state
+from lockstep.engine.state import State, load_state
 from lockstep.errors import LockstepError
 from lockstep.events import encode, read_events
 from lockstep.recipes.read import load_recipe
 from lockstep.report.summary import summarize
+from tests.engine.saving import save_state
 from tests.engine.test_state import build_parts
 from tests.ranks import world_of_one
 from tests.test_events import EVENTS

@@ -45,7 +45,7 @@ from lockstep.engine.build import (
 )
 from lockstep.engine.passes import check_shares
 from lockstep.engine.run import describe_changes, write_config
-from lockstep.engine.state import State, load_state, save_state
+from lockstep.engine.state import State, load_state, prepare_checkpoint
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.events import KINDS, LOG_NAME, Event, EventLog, Notice, RunStarted, encode, read_events
@@ -218,9 +218,14 @@ class Checkpoint:
         self._parts = build_small(self._world)
         with tempfile.TemporaryDirectory() as name:
             for epoch in (1, 2):
-                save_state(Path(name), State(epoch * 5, Cursor(epoch, 0)), self._parts, self._world, ORDER, keep=2)
+                self._save(Path(name), State(epoch * 5, Cursor(epoch, 0)))
             self._whole = {str(file.relative_to(name)): file.read_bytes() for file in Path(name).glob("*/*")}
         self._newest = max(self._whole).partition("/")[0]
+
+    def _save(self, folder: Path, state: State) -> None:
+        write = prepare_checkpoint(folder, state, self._parts, self._world, ORDER, keep=2)
+        assert write is not None  # this is rank 0
+        write()
 
     def forge(self, chance: random.Random) -> Files:
         files = dict(self._whole)
@@ -250,7 +255,7 @@ class Checkpoint:
         plan_step(state.cursor, NUM_SAMPLES, GLOBAL_BATCH, 0, 1, seed=5)
         take_step(parts)
         try:
-            save_state(folder, state, parts, self._world, ORDER, keep=2)
+            self._save(folder, state)
         finally:
             _restore(parts, self._world, self._whole, folder)
         if heard:

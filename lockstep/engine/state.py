@@ -138,22 +138,6 @@ def refuse_infinite(folder: Path, step: int, parts: Parts, world: World) -> None
     )
 
 
-def save_state(
-    folder: Path,
-    state: State,
-    parts: Parts,
-    world: World,
-    order: Mapping[str, Any],
-    *,
-    keep: int,
-    drop_later: bool = False,
-    classes: Sequence[str] = (),
-) -> Saved | None:
-    """Write a checkpoint from rank 0 (None elsewhere); every rank must call it, and OSError is rank 0's alone."""
-    write = prepare_checkpoint(folder, state, parts, world, order, keep=keep, drop_later=drop_later, classes=classes)
-    return write() if write else None
-
-
 def prepare_checkpoint(
     folder: Path,
     state: State,

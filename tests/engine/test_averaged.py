@@ -24,7 +24,7 @@ from lockstep.engine.inference import load_run, world_of
 from lockstep.engine.measure import fake_batch
 from lockstep.engine.run import run_rank
 from lockstep.engine.scoring import open_scored, score
-from lockstep.engine.state import State, list_changing, load_state, save_state
+from lockstep.engine.state import State, list_changing, load_state
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.events import Evaluated
@@ -32,6 +32,7 @@ from lockstep.optim.schedule import Schedule
 from lockstep.optim.storage import named_arrays
 from lockstep.plan.plan import Execution
 from tests.engine.conftest import tiny_config
+from tests.engine.saving import save_state
 from tests.engine.small import Keeping, alone, small_config
 from tests.ranks import run_ranks
 

@@ -17,7 +17,7 @@ from lockstep.data.order import Cursor
 from lockstep.data.pipeline import Batch
 from lockstep.engine.build import Parts, assemble
 from lockstep.engine.evaluate import evaluate
-from lockstep.engine.state import State, load_state, save_state
+from lockstep.engine.state import State, load_state
 from lockstep.engine.step import LOSS, train_step
 from lockstep.events import Notice, RunEnded, StepDone
 from lockstep.optim.doctor import Doctor
@@ -27,6 +27,7 @@ from lockstep.optim.storage import named_arrays
 from tests.device import sync_errors
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
+from tests.engine.saving import save_state
 from tests.ranks import Backend, over_nccl, run_ranks, to_host, world_of_one
 
 ORDER = {"seed": 0, "num_samples": 1}

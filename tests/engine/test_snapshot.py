@@ -28,9 +28,10 @@ from lockstep.engine.snapshot import (
     sweep_memory,
 )
 from lockstep.engine.starting import start_anew
-from lockstep.engine.state import State, save_state
+from lockstep.engine.state import State
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
+from tests.engine.saving import save_state
 from tests.engine.test_state import ORDER, build_parts, collect, scramble
 from tests.ranks import world_of_one
 

@@ -19,11 +19,12 @@ from lockstep.data.pipeline import Batch
 from lockstep.engine import checkpoint
 from lockstep.engine import state as state_module
 from lockstep.engine.build import Parts, assemble
-from lockstep.engine.state import Changing, State, list_changing, load_state, put_back, save_state, sum_ledger
+from lockstep.engine.state import Changing, State, list_changing, load_state, put_back, sum_ledger
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.optim.loss_scale import SKIPPED
 from lockstep.optim.schedule import Schedule
+from tests.engine.saving import save_state
 from tests.ranks import run_ranks, world_of_one
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCH, NUM_STEPS = 103, 28, 4, 2
