@@ -220,10 +220,10 @@ class Rig:
                 failure, step, recorded = self._rehearse_recorded(execution, num_left)
         if failure:
             return failure, None, None
-        ready_s, passes = _take_medians(found)
+        passes, ready_s = pick_middle(found)
         if recorded:
             # Those of the step launched one by one, shortened to the recorded one: nothing hangs on it here.
-            launched_s, (_, passes) = passes.step_s, _take_medians(recorded)
+            launched_s, (passes, _) = passes.step_s, pick_middle(recorded)
             ready_s = [ready * min(1.0, passes.step_s / launched_s) for ready in ready_s]
         return "", self._describe_step(execution, passes, ready_s), step if is_alone else None
 
@@ -397,11 +397,13 @@ class Rig:
         return seconds_between(begun, done) / count
 
 
-def _take_medians(found: Sequence[Rehearsed]) -> tuple[list[float], Passes]:
-    """When each gradient was ready, and the parts of the step; the first pass warms up, and counts if it is alone."""
-    found = found[1:] or found
-    ready_s = [median(values) for values in zip(*(one.ready_s for one in found), strict=True)]
-    return ready_s, Passes(*(median(values) for values in zip(*(one.passes for one in found), strict=True)))
+def pick_middle(found: Sequence[Rehearsed]) -> Rehearsed:
+    """The pass of the median step, whole: medians of its parts, each by itself, would not add up to any step.
+
+    The first pass warms up, and counts if it is alone.
+    """
+    ranked = sorted(found[1:] or found, key=lambda one: one.passes.step_s)
+    return ranked[(len(ranked) - 1) // 2]
 
 
 def _raise(text: str) -> None:
