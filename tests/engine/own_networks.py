@@ -62,3 +62,16 @@ class Shared(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.norm2(self.norm1(self.patches(images)).relu()).mean((2, 3))
         return self.back(self.there(x).relu()) @ self.classes
+
+
+class Waiting(nn.Module):
+    """A network whose forward pass asks a device for a number."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.mean((2, 3))
+        logits: Tensor = self.head(x / max(1.0, x.abs().max().item()))
+        return logits
