@@ -51,7 +51,8 @@ def collect_files(parts: Parts, changing: "Changing", averaged: Arrays, rows: Ar
         named = named_arrays(flat, parts.layout)
         if kind in NETWORKS:
             statistics = changing.statistics | (averaged if kind == AVERAGE else {})  # which has no counts of its own
-            beside = {name: array.detach().clone() for name, array in statistics.items()}
+            usual = torch.contiguous_format  # files know no other strides
+            beside = {name: array.detach().clone(memory_format=usual) for name, array in statistics.items()}
             # What is not trained belongs to the network all the same.
             files[NETWORKS[kind]] = named | parts.constants | beside
         else:

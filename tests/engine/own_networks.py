@@ -39,6 +39,7 @@ class Patches(nn.Module):
         self.register_buffer("table", torch.arange(5, dtype=torch.int16))
         self.register_buffer("drawn", torch.from_numpy(np.random.default_rng().normal(size=3)))  # by no seed
         self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
         self.register_buffer("bias", torch.full((3,), -torch.inf), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
