@@ -232,8 +232,9 @@ def build_losses(config: RunConfig, device: torch.device, brought: Brought) -> t
 
 
 def share_array(world: World, values: Tensor, source: int = 0) -> None:
-    """Overwrite an array of any format on every rank with that of one; backends know but a few formats."""
-    if values.dtype in (torch.float32, torch.int64) or world.size == 1 or not values.numel():
+    """Overwrite an array of any format and strides on every rank with that of one; backends know but a few."""
+    is_known = values.dtype in (torch.float32, torch.int64) and values.is_contiguous()
+    if is_known or world.size == 1 or not values.numel():
         world.broadcast(values, source)
         return
     content = values.detach().contiguous().flatten().view(torch.uint8)

@@ -28,7 +28,7 @@ DIGITS = slice(SLOW + 1, NUM_NOTES)
 BITS = 8  # of a digit
 # Weights that are nearer to each other than this are unlike hardware's rounding; such ranks are brought together again.
 TOLERANCE = 1e-4
-PIECE = 1 << 20  # elements that ranks compare at a time: a second array may not fit the device
+PIECE = 1 << 20  # elements that are looked at a time: a second array may not fit the device
 
 
 class Gap(NamedTuple):
@@ -61,7 +61,8 @@ def _list_compared(parts: Parts) -> dict[str, Tensor]:
 
 def _sum_bits(array: Tensor) -> Tensor:
     """A sum of all bits as integers. Neighbours count differently, so that two signs or places cannot be exchanged."""
-    sums = array.view(torch.int32).view(-1, ALIGNMENT).sum(dim=0, dtype=torch.int64)
+    pieces = array.view(torch.int32).view(-1, ALIGNMENT).split(PIECE // ALIGNMENT)
+    sums = torch.stack([piece.sum(dim=0, dtype=torch.int64) for piece in pieces]).sum(dim=0)
     return (sums * (2 * torch.arange(ALIGNMENT, device=array.device) + 1)).sum()
 
 

@@ -40,8 +40,10 @@ from lockstep.errors import LockstepError
 from lockstep.events import RunStarted, read_events
 from lockstep.files import read_small
 from lockstep.models import set_fused
+from lockstep.models.mixed import compute_in
 from lockstep.models.weights import list_kept
-from lockstep.optim.storage import build_weights
+from lockstep.optim.groups import find_half
+from lockstep.optim.storage import build_weights, hold_constants
 from lockstep.plan.folder import MAX_BYTES, PLAN_FILE
 from lockstep.recipe_values import show
 from lockstep.recipes.read import load_recipe
@@ -131,7 +133,10 @@ def load_run(
     network = _build(computed, len(classes), arrays, checkpoint.path, brought)
     set_number_formats(computed.precision)
     # Over flat arrays as in training: the same memory formats, so the same sums.
-    build_weights(network, build_layout(computed, network), device, HALF.get(compute, torch.float32))
+    layout, dtype = build_layout(computed, network), HALF.get(compute, torch.float32)
+    build_weights(network, layout, device, dtype)
+    hold_constants(network, layout, find_half(network), dtype)
+    compute_in(network, dtype, device.type)
     set_fused(network, _had_own_kernels(run))
     return TrainedNetwork(
         network=network.eval(),

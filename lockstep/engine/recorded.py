@@ -12,8 +12,9 @@ host starts each buffer's sum on the channel's stream, behind its event, while t
     channel's stream                              | sum 0 |   | sum 1 |   | sum 2 |
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,8 +77,10 @@ class RecordedStep:
         No other rank takes part in the recording itself.
         """
         place = self._put(batch)
-        for _ in range(warm_up_steps):
-            train_step(self._parts, place, 0.0)
+        for number in range(warm_up_steps):
+            is_last = number == warm_up_steps - 1
+            with refuse_waits() if is_last else nullcontext():
+                train_step(self._parts, place, 0.0)
         self._recording = self._record(place)
 
     def _is_recorded_now(self, place: Batch) -> bool:
@@ -118,6 +121,9 @@ class RecordedStep:
         reducer = self._parts.reducer
         # Only this thread is watched: those that prepare the next batches may go on using the device.
         with (
+            torch.cuda.stream(
+                torch.cuda.current_stream()
+            ),  # to come back to: a recording that breaks off stays on its own
             reducer.recording() as marks,
             self._parts.clock.recording() as cuts,
             torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
@@ -147,6 +153,26 @@ class RecordedStep:
                 update_weights(parts)
         parts.clock.mark("compute")
         return parts.reducer.side
+
+
+@contextmanager
+def refuse_waits() -> Iterator[None]:
+    """While inside, a host that would wait for the device raises: for the step before a recording, which holds no wait.
+
+    A recording that breaks off is never over for PyTorch 2.11's allocator: no later batch's memory is free again.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        _set_sync_mode("error")
+        yield
+    finally:
+        _set_sync_mode(before)
+
+
+def _set_sync_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that PyTorch does not see all waits
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def take_odd_step(parts: Parts, batch: Batch, lr: float, stop: bool = False, asked: Asked | None = None) -> Tensor:

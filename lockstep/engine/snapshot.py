@@ -58,12 +58,12 @@ class Snapshots:
     def take(self, disk: Path, state: State, parts: Parts, world: World, order: Mapping[str, Any]) -> str:
         """Every rank must call it. Why this node cannot keep one, the first time that is so; empty otherwise."""
         failure, begun_s = "", time.perf_counter()
-        with gathered_state(disk, state, parts, world, order) as (files, counters):
+        with gathered_state(disk, state, parts, world, order) as (collect, counters):
             if self._writes:
                 try:
                     make_private(self.folder)
                     told = counters | {IDENTITY: self._run}
-                    save_checkpoint(self.folder, state.step, files, told, keep=1, drop_later=True)
+                    save_checkpoint(self.folder, state.step, collect(), told, keep=1, drop_later=True)
                 except OSError as error:
                     self._writes = False
                     clear_memory(self.folder)

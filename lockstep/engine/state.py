@@ -153,20 +153,19 @@ def prepare_checkpoint(
 
     `classes` are the names of what the network tells apart, for those who use it later.
     """
-    with gathered_state(folder, state, parts, world, order) as (files, counters):
+    with gathered_state(folder, state, parts, world, order) as (collect, counters):
         if not world.is_first:
             return None
         counters |= name_classes(classes)
-        # Copies already, but on the device; from here on nobody waits for it.
-        on_host = {name: {key: array.cpu() for key, array in arrays.items()} for name, arrays in files.items()}
-    return partial(save_checkpoint, folder, state.step, on_host, counters, keep=keep, drop_later=drop_later)
+        files = collect()
+    return partial(save_checkpoint, folder, state.step, files, counters, keep=keep, drop_later=drop_later)
 
 
 @contextmanager
 def gathered_state(
     disk: Path, state: State, parts: Parts, world: World, order: Mapping[str, Any]
-) -> Iterator[tuple[Files, dict[str, Any]]]:
-    """What a checkpoint holds, on every rank, to be written while inside.
+) -> Iterator[tuple[Callable[[], Files], dict[str, Any]]]:
+    """What collects a checkpoint's files while inside, for those that write one, and its counters; all must call this.
 
     `order` is what the data order depends on: seed, number of samples, global batch and the data's fingerprint. Arrays
     that are not finite are a SharedError, which names the last good checkpoint on `disk`.
@@ -176,7 +175,6 @@ def gathered_state(
     rows, averaged = gather_ranks(changing, world), average_ranks(parts, world)
     with averaged_statistics(parts.model, world):
         refuse_infinite(disk, state.step, parts, world)
-        files = collect_files(parts, changing, averaged, rows)
         place = {
             "step": state.step,
             "cursor": {"epoch": state.cursor.epoch, "position": state.cursor.position},
@@ -186,7 +184,8 @@ def gathered_state(
             "order": dict(order),
         }
         # Not by `|`: a counter by one of these names is an error, and neither is lost.
-        yield files, dict(**place, **describe_counters(changing.counters))
+        counters = dict(**place, **describe_counters(changing.counters))
+        yield partial(collect_files, parts, changing, averaged, rows), counters
 
 
 def load_state(

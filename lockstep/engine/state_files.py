@@ -15,7 +15,7 @@ from lockstep.comm.world import World
 from lockstep.engine.build import Parts
 from lockstep.engine.statistics import average_over, gather_rows, split_statistics
 from lockstep.errors import LockstepError
-from lockstep.optim.storage import load_named, named_arrays
+from lockstep.optim.storage import copy_to_host, load_named, named_views
 
 if TYPE_CHECKING:
     from lockstep.engine.state import Changing
@@ -42,21 +42,20 @@ def average_ranks(parts: Parts, world: World) -> Arrays:
 
 
 def collect_files(parts: Parts, changing: "Changing", averaged: Arrays, rows: Arrays) -> dict[str, Arrays]:
-    """What a checkpoint holds, as copies; the model's statistics are the average over ranks just now.
+    """What a checkpoint holds, as copies on the host; the model's statistics are the average over ranks just now.
 
-    `averaged` are the average's statistics, `rows` those of every rank.
+    `averaged` are the average's statistics, `rows` those of every rank. A device full of steps has no room for copies.
     """
     files: dict[str, Arrays] = {OPTIMIZER: {}}
     for kind, flat in changing.over_layout.items():
-        named = named_arrays(flat, parts.layout)
+        named = copy_to_host(named_views(flat, parts.layout))
         if kind in NETWORKS:
             statistics = changing.statistics | (averaged if kind == AVERAGE else {})  # which has no counts of its own
-            beside = {name: array.detach().clone() for name, array in statistics.items()}
             # What is not trained belongs to the network all the same.
-            files[NETWORKS[kind]] = named | parts.constants | beside
+            files[NETWORKS[kind]] = named | copy_to_host(parts.constants | statistics)
         else:
             files[OPTIMIZER] |= {f"{kind}/{name}": array for name, array in named.items()}
-    return files | ({STATISTICS: rows} if rows else {})
+    return files | ({STATISTICS: copy_to_host(rows)} if rows else {})
 
 
 def fill_arrays(parts: Parts, changing: "Changing", files: Mapping[str, Arrays]) -> None:

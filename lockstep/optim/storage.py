@@ -77,10 +77,21 @@ def _view(flat: Tensor, slot: Slot, start: int) -> Tensor:
     return values.view(out_channels, height, width, in_channels).permute(0, 3, 1, 2)
 
 
-def named_arrays(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """A copy of every slot by parameter name, in forward order and the usual strides: the form of a checkpoint."""
+def named_views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Every slot by parameter name, in forward order."""
     named = sorted(zip(layout.slots, views(flat, layout), strict=True), key=lambda pair: -pair[0].depth)
-    return {slot.name: view.clone(memory_format=torch.contiguous_format) for slot, view in named}
+    return {slot.name: view for slot, view in named}
+
+
+def named_arrays(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The same as copies in the usual strides, where the array lies."""
+    return {name: view.clone(memory_format=torch.contiguous_format) for name, view in named_views(flat, layout).items()}
+
+
+def copy_to_host(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in the usual strides, one after the other and done when this returns: the form of a checkpoint."""
+    usual = torch.contiguous_format
+    return {name: array.detach().to("cpu", copy=True, memory_format=usual) for name, array in arrays.items()}
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.bench.shared_gpu import describe_rank
 from lockstep.engine import template
-from lockstep.events import Event, StepDone, read_events
+from lockstep.events import CheckpointSaved, Event, StepDone, read_events
 from tests.engine.forked import Forked
 from tests.ranks import Backend
 
@@ -143,6 +143,15 @@ def wait_for_step(folder: Path, step: int, process: "subprocess.Popen[str]", tim
         return any(isinstance(event, StepDone) and event.step >= step for event in events(folder))
 
     wait_until(is_reached, process, timeout_s)
+
+
+def wait_for_checkpoint(folder: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    """Return as soon as the run has a checkpoint of `step` or a later one on disk: steps go on while it is written."""
+
+    def is_saved() -> bool:
+        return any(isinstance(event, CheckpointSaved) and event.step >= step for event in events(folder))
+
+    wait_until(is_saved, process)
 
 
 def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[str]", timeout_s: float = 90) -> None:

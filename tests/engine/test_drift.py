@@ -16,6 +16,7 @@ from lockstep.engine.measure import fake_batch
 from lockstep.engine.state import list_changing
 from lockstep.engine.step import train_step
 from lockstep.errors import SharedError
+from lockstep.layout import ALIGNMENT
 from lockstep.optim.schedule import Schedule
 from tests.engine import commands
 from tests.engine.conftest import tiny_settings
@@ -179,6 +180,16 @@ def test_the_checksum_sees_any_single_bit() -> None:
 def read_digits(parts: Parts) -> list[float]:
     note_weights(parts)
     return parts.note[DIGITS].tolist()
+
+
+def test_the_checksum_is_that_of_the_whole_array_whatever_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = build_parts().weights
+    whole = drift._sum_bits(weights)
+    bits = weights.view(torch.int32).numpy().astype(np.int64).reshape(-1, ALIGNMENT)
+    assert whole == (bits.sum(axis=0) * np.arange(1, 2 * ALIGNMENT, 2)).sum()
+    monkeypatch.setattr(drift, "PIECE", 1000 * ALIGNMENT)  # the last of them shorter
+    assert len(weights) % drift.PIECE
+    assert drift._sum_bits(weights) == whole
 
 
 def test_the_checksum_sees_signs_and_places_that_are_exchanged() -> None:

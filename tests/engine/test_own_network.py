@@ -202,3 +202,20 @@ def test_on_a_gpu_it_is_recorded_and_its_own_kernels_are_those_of_pytorch(comput
     is_close = torch.isclose(results[0][0], results[1][0], rtol=1e-2, atol=1e-3)
     assert is_close.float().mean() > 0.999
     assert results[0][1] == pytest.approx(results[1][1], rel=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_network_that_waits_for_it_is_launched_and_loses_no_memory(images: Path) -> None:
+    config = tiny_config(images, "model={name = 'tests.engine.own_networks:Waiting'}", *SGD)
+    with join_world(None) as world:
+        parts = build(config, world)
+        chosen = choose_plan(config, parts, world)
+        (failure,) = (trial.failure for trial in chosen.profile.trials if trial.execution.recorded)
+        assert failure == "called a synchronizing CUDA operation"
+        assert not chosen.plan.execution.recorded
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        before, other = torch.cuda.memory_reserved(), torch.cuda.Stream()
+        for _ in range(20):  # arrays that another stream has used, as batches are
+            torch.empty(1 << 26, dtype=torch.uint8, device=world.device).record_stream(other)
+            torch.cuda.synchronize()
+        assert torch.cuda.memory_reserved() - before < 5 << 26

@@ -1,5 +1,6 @@
 """The step as a CUDA graph: the weights of the step launched one by one, sums under it, and the host never waits."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,33 @@ def test_a_recording_that_cannot_be_made_in_mid_run_says_so_and_the_step_is_laun
         losses = [step(batch, 0.05, False)[LOSS].item() for batch in draw_batches(config, world, 7)]
     assert said == ["The step could not be recorded and is launched one by one: CUDA out of memory."]
     assert all(loss > 0 for loss in losses)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_last_step_before_a_recording_may_not_wait_for_the_device(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits inside a recording breaks it off, and PyTorch does not clean up behind it."""
+    modes: list[int | str] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(RecordedStep, "_record", lambda step, place: seen.append("recorded"))
+    seen: list[int | str] = []
+    config = small_config("fp32")
+    with join_world(None) as world:
+        parts = build(config, world)
+
+        def look(*_: object) -> None:
+            seen.append(modes[-1])
+            if waits and modes[-1] == "error":
+                raise RuntimeError("called a synchronizing CUDA operation")
+
+        parts.model.register_forward_pre_hook(look)
+        step = RecordedStep(parts, 16, 16, pytest.fail)
+        with pytest.raises(RuntimeError, match="synchronizing") if waits else nullcontext():
+            step.prepare(fake_batch(config, world), 3)
+    assert seen == [0, 0, "error", *([] if waits else ["recorded"])]
+    assert modes == [0, "error", 0]
 
 
 def raise_out_of_memory(*_: Any, **__: Any) -> Any:

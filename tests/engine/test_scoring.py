@@ -56,8 +56,13 @@ def test_the_counts_are_those_of_the_runs_last_evaluation(trained_run: Path) -> 
     assert found.unreadable == []
 
 
-def test_so_they_are_in_half_precision(images: Path, tmp_path: Path) -> None:
-    told = train(images, tmp_path, "precision.compute=bf16")
+@pytest.mark.parametrize(
+    "setting",
+    ["model.width=8", "model.freeze=['conv1', 'layer1']", "model={name = 'tests.engine.own_networks:Patches'}"],
+    ids=["", "frozen", "own"],
+)
+def test_so_they_are_in_half_precision(images: Path, tmp_path: Path, setting: str) -> None:
+    told = train(images, tmp_path, "precision.compute=bf16", setting)
     found = measure(tmp_path).accuracy
     assert (found.correct1, found.correct5, found.loss) == (told.correct1, told.correct5, told.loss)
 

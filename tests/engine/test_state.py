@@ -16,15 +16,17 @@ from lockstep.comm.world import World
 from lockstep.config import RunConfig
 from lockstep.data.order import Cursor, Ledger, plan_step
 from lockstep.data.pipeline import Batch
-from lockstep.engine import checkpoint
+from lockstep.engine import checkpoint, state_files
 from lockstep.engine import state as state_module
-from lockstep.engine.build import Parts, assemble
+from lockstep.engine.build import Parts, assemble, build_network
 from lockstep.engine.state import Changing, State, list_changing, load_state, put_back, sum_ledger
 from lockstep.engine.step import train_step
 from lockstep.errors import LockstepError
 from lockstep.optim.loss_scale import SKIPPED
 from lockstep.optim.schedule import Schedule
+from lockstep.optim.storage import copy_to_host
 from tests.engine.saving import save_state
+from tests.engine.small import small_config
 from tests.ranks import run_ranks, world_of_one
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCH, NUM_STEPS = 103, 28, 4, 2
@@ -94,6 +96,36 @@ def save(world: World, folder: Path) -> tuple[Arrays, bool]:
     scramble(world, parts)
     saved = save_state(folder, run_half_an_epoch(world), parts, world, ORDER, keep=1)
     return collect(parts), saved is not None
+
+
+def save_and_count_copies(world: World, folder: Path) -> int:
+    """How many arrays this rank has copied for a checkpoint."""
+    copied: list[str] = []
+
+    def copy(arrays: Arrays) -> Arrays:
+        copied.extend(arrays)
+        return copy_to_host(arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_files, "copy_to_host", copy)
+        save_state(folder, State(step=1), build_parts(world), world, ORDER, keep=1)
+    return len(copied)
+
+
+def test_only_the_rank_that_writes_copies_arrays(tmp_path: Path) -> None:
+    first, second = run_ranks(save_and_count_copies, 2, tmp_path)
+    assert first > second == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_needs_no_room_for_a_second_copy_of_its_arrays(tmp_path: Path) -> None:
+    world, config = world_of_one(), small_config("fp16", optim={"average": 0.9})
+    parts = assemble(config, world, build_network(config, 10), Schedule("constant", 0.1, total_steps=1))
+    save_state(tmp_path, State(step=1), parts, world, ORDER, keep=1)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    save_state(tmp_path, State(step=2), parts, world, ORDER, keep=1)
+    assert torch.cuda.max_memory_allocated() - before < parts.weights.nbytes / 2
 
 
 def load(world: World, folder: Path) -> tuple[Arrays, State, int, int, Ledger]:
