@@ -33,7 +33,7 @@ from lockstep.engine.apply import Step, apply_execution, apply_reduction, build_
 from lockstep.engine.build import HALF, Parts
 from lockstep.engine.messages import Budget, measure_messages
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
-from lockstep.engine.timeline import Passes, time_steps
+from lockstep.engine.timeline import Passes, pick_middle, time_steps
 from lockstep.kernels import has_triton
 from lockstep.models import has_own_kernels
 from lockstep.plan.choose import (
@@ -220,10 +220,10 @@ class Rig:
                 failure, step, recorded = self._rehearse_recorded(execution, num_left)
         if failure:
             return failure, None, None
-        passes, ready_s = pick_middle(found)
+        passes, ready_s = _pick_pass(found)
         if recorded:
             # Those of the step launched one by one, shortened to the recorded one: nothing hangs on it here.
-            launched_s, (passes, _) = passes.step_s, pick_middle(recorded)
+            launched_s, (passes, _) = passes.step_s, _pick_pass(recorded)
             ready_s = [ready * min(1.0, passes.step_s / launched_s) for ready in ready_s]
         return "", self._describe_step(execution, passes, ready_s), step if is_alone else None
 
@@ -397,13 +397,9 @@ class Rig:
         return seconds_between(begun, done) / count
 
 
-def pick_middle(found: Sequence[Rehearsed]) -> Rehearsed:
-    """The pass of the median step, whole: medians of its parts, each by itself, would not add up to any step.
-
-    The first pass warms up, and counts if it is alone.
-    """
-    ranked = sorted(found[1:] or found, key=lambda one: one.passes.step_s)
-    return ranked[(len(ranked) - 1) // 2]
+def _pick_pass(found: Sequence[Rehearsed]) -> Rehearsed:
+    """The one to go by; the first warms up, and counts if it is alone."""
+    return pick_middle(found[1:] or found, lambda one: one.passes.step_s)
 
 
 def _raise(text: str) -> None:

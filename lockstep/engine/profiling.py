@@ -31,7 +31,7 @@ from lockstep.engine.measure import READY_PASSES, fake_batch, suits_own_kernels
 from lockstep.engine.number_format import settle_format
 from lockstep.engine.recorded import WARM_UP_STEPS, RecordedStep
 from lockstep.engine.state import list_changing, put_back
-from lockstep.engine.timeline import Passes, time_steps
+from lockstep.engine.timeline import Passes, pick_middle, time_steps
 from lockstep.errors import LockstepError
 from lockstep.models import find_own
 from lockstep.optim.schedule import Schedule
@@ -217,13 +217,11 @@ class _Bench:
         return launched
 
     def _time(self, step: Step, images: Batch) -> Passes:
-        """The medians over a turn of steps, launched one behind the other as a run does."""
+        """The middle one of a turn of steps, launched one behind the other as a run does."""
         first = self._take_steps(step, images, 2)[-1]
         count = min(MAX_STEPS, max(MIN_STEPS, int(TURN_S / first.step_s)))
         found = self._take_steps(step, images, count + 1)[1:]  # the first finds the device idle
-        return Passes(
-            *(median(getattr(each, name) for each in found) for name in ("step_s", "forward_s", "backward_s"))
-        )
+        return pick_middle(found, lambda passes: passes.step_s)
 
     def _take_steps(self, step: Step, images: Batch, count: int) -> list[Passes]:
         return time_steps(self._parts.clock, lambda: step(images, 0.0, False), count)

@@ -10,7 +10,7 @@ which the host waits anyway, at the end: to some ten microseconds.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.comm.moment import Moment, seconds_between
 from lockstep.data.pipeline import Made
@@ -41,6 +41,14 @@ class Passes(NamedTuple):
     @property
     def update_s(self) -> float:
         return max(0.0, self.step_s - self.forward_s - self.backward_s)
+
+
+Timed = TypeVar("Timed")
+
+
+def pick_middle(found: Sequence[Timed], step_s: Callable[[Timed], float]) -> Timed:
+    """That of the median step, whole: medians of its parts, each by itself, would not add up to any step."""
+    return sorted(found, key=step_s)[(len(found) - 1) // 2]
 
 
 def time_steps(clock: Clock, take_step: Callable[[], object], count: int) -> list[Passes]:

@@ -17,12 +17,11 @@ from lockstep.data.pipeline import Batch
 from lockstep.engine import planning
 from lockstep.engine.apply import apply_plan
 from lockstep.engine.build import Parts, assemble, build_network, build_parts, open_sources, set_number_formats
-from lockstep.engine.measure import NO_TIME, Rehearsed, fake_batch, pick_middle, suits_own_kernels
+from lockstep.engine.measure import NO_TIME, fake_batch, suits_own_kernels
 from lockstep.engine.planning import Chosen, choose_plan, tune_recipe
 from lockstep.engine.recorded import RecordedStep
 from lockstep.engine.state import list_changing, put_back
 from lockstep.engine.step import LOSS
-from lockstep.engine.timeline import Passes
 from lockstep.events import PlanChosen
 from lockstep.optim.schedule import Schedule
 from lockstep.plan.choose import PLAIN
@@ -67,18 +66,6 @@ def test_all_ranks_follow_one_plan_that_is_measured_once(images: Path, tmp_path:
     assert min(step.update_s, step.forward_s) > 0
     assert step.update_s + step.forward_s < step.step_s
     assert 0 < step.mean_s <= step.slowest_s
-
-
-def test_the_parts_of_a_step_are_of_one_pass_and_add_up() -> None:
-    """On a machine that is shared any part may take long once; medians part by part would leave the update no time."""
-    warm, slow_forward, slow_backward, slow = (
-        Rehearsed(Passes(step_s, forward_s, backward_s), [backward_s])
-        for step_s, forward_s, backward_s in ((99, 50, 40), (12, 9, 2), (11, 2, 8), (19, 9, 8))
-    )
-    middle = pick_middle([warm, slow_forward, slow_backward, slow])
-    assert middle == slow_forward
-    assert middle.passes.update_s == 1
-    assert pick_middle([warm]) == warm
 
 
 def test_what_the_recipe_pins_is_followed(images: Path, tmp_path: Path) -> None:
