@@ -204,8 +204,10 @@ def main() -> None:
     asked = parser.parse_args()
     out, over = asked.out.resolve(), time.monotonic() + asked.seconds
     out.mkdir(parents=True, exist_ok=True)
-    if asked.archive:
+    if asked.archive and not asked.show:
         take_up(asked.archive, out)
+        asked.archive.parent.mkdir(parents=True, exist_ok=True)
+        write_archive(out, asked.archive)  # that it can be written shows before minutes of measuring
     for one in choose(asked.only):
         folder = getattr(asked, one.needs) if one.needs else ""
         if one.needs and not folder:
