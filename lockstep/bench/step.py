@@ -120,8 +120,12 @@ def measure_case(
     round_s: float = ROUND_S,
     compiled: bool = True,
     say: Say = lambda line: None,
+    note: Callable[[list[Row]], object] = lambda rows: None,
 ) -> list[Row]:
-    """Tune the sides, then let them take turns; every rank calls it and gets the same rows."""
+    """Tune the sides, then let them take turns; every rank calls it and gets the same rows.
+
+    `note` hears of them after every round from the second on, as far as they are known.
+    """
     set_number_formats(PrecisionConfig(compute=case.precision))
     batch = fake_batch(case, world)
     num_bytes, pass_bytes = count_gradient_bytes(case), measure_pass(case, world, batch)
@@ -143,13 +147,21 @@ def measure_case(
     recorded = {"lockstep", *(name for name, pins in APART.items() if pins.cuda_graph == "on")}
     kept = choose_kept(list(sides), recorded, num_bytes, pass_bytes, world)
     say(f"{len(sides)} sides take {rounds} turns each, {f'{len(kept)} of them' if kept else 'none'} kept in memory")
-    times = take_turns(sides, world, rounds=rounds, round_s=round_s, kept=kept, say=say)
+
+    def build_rows(times: Mapping[str, list[float]]) -> list[Row]:
+        own = {"lockstep": ours.setting} | {name: side.setting for name, side in apart.items()}
+        return [_build_row(case, world.size, num_bytes, name, (settings | own)[name], times) for name in times]
+
+    def note_round(times: Mapping[str, list[float]]) -> None:
+        if len(times.get("lockstep", ())) > 1:
+            note(build_rows(times))
+
+    times = take_turns(sides, world, rounds=rounds, round_s=round_s, kept=kept, say=say, note=note_round)
     if "lockstep" not in times:
         raise LockstepError("Lockstep's own side failed, as said above, and there is nothing to compare with.")
     for line in ours.trials:
         say(line)
-    settings |= {"lockstep": ours.setting} | {name: side.setting for name, side in apart.items()}
-    return [_build_row(case, world.size, num_bytes, name, settings[name], times) for name in times]
+    return build_rows(times)
 
 
 def list_ddp_sides(tuned: ddp.Setting, compiled: bool) -> dict[str, tuple[ddp.Setting, bool]]:
@@ -211,8 +223,9 @@ def take_turns(
     budget_s: float = float("inf"),
     min_rounds: int = 1,
     say: Say = lambda line: None,
+    note: Callable[[Mapping[str, list[float]]], object] = lambda times: None,
 ) -> dict[str, list[float]]:
-    """Seconds per step of each side that can, over rounds in which each runs for about `round_s`.
+    """Seconds per step of each side that can, over rounds in which each runs for about `round_s`; `note` hears of each.
 
     Those that are not `kept` in memory are opened for each turn, and after every turn memory is given back.
     """
@@ -241,6 +254,7 @@ def take_turns(
                     say(f"{name}: {seconds * 1e3:,.0f} ms a step, round {number + 1} of {rounds}")
                 else:
                     del times[name]
+            note(times)
     return times
 
 
@@ -346,17 +360,20 @@ def check_wanted(wanted: Wanted) -> None:
 
 
 def run_rank(membership: Membership, wanted: Wanted) -> None:
-    """Measure every case as one rank; rank 0 tells how far it is and writes the results, case by case."""
+    """Measure every case as one rank; rank 0 tells how far it is and writes the results, round by round."""
     values: list[dict[str, Any]] = []
     rounds, round_s = wanted.rounds, wanted.round_s
     backend = "nccl" if wanted.device == "cuda" else "auto"
     with join_world(membership, backend=backend, timeout_s=TIMEOUT_S) as world:
+
+        def note(rows: list[Row]) -> None:
+            if world.is_first and wanted.json_file is not None:
+                write_rows(Path(wanted.json_file), [*values, *map(asdict, rows)])
+
         for case in wanted.list_cases():
             say: Say = partial(print, f"{case.name}:", flush=True) if world.is_first else lambda line: None
             measure = partial(measure_case, world=world, rounds=rounds, round_s=round_s, compiled=wanted.compiled)
-            values += [asdict(row) for row in measure(case, say=say)]
-            if world.is_first and wanted.json_file is not None:
-                write_rows(Path(wanted.json_file), values)
+            values += map(asdict, measure(case, say=say, note=note))
     if world.is_first:
         Console().print(*build_tables(values), sep="\n")
         if wanted.html_file is not None:

@@ -27,10 +27,18 @@ def measure_pass(case: Case, world: World, batch: Batch) -> int:
     network = build_network(case, world.device)
     before = torch.cuda.memory_allocated(world.device)
     torch.cuda.reset_peak_memory_stats(world.device)
-    compute_loss(network, batch, case.precision).backward()
-    num_bytes = torch.cuda.max_memory_allocated(world.device) - before
+    try:
+        compute_loss(network, batch, case.precision).backward()
+        num_bytes = torch.cuda.max_memory_allocated(world.device) - before
+    except torch.OutOfMemoryError:  # all ranks that share the GPU take theirs at once
+        num_bytes = 0
     del network
     give_back_memory()
+    if 0 in world.gather_values(num_bytes):
+        raise LockstepError(
+            f"A pass over {case.batch} images a rank does not fit into the GPU; ask for fewer ranks, a smaller --batch "
+            "or a smaller network."
+        )
     return num_bytes
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.engine.compiler import guard_compiled
 from lockstep.errors import LockstepError
+from lockstep.models.outside import require
 
 CLASSES = 1000
 IMAGE_SIZE = 224
@@ -34,10 +35,7 @@ def pick_peers(text: str) -> list[str]:
 
 def build_network(model: str) -> nn.Module:
     """torchvision's network of that name, untrained."""
-    try:
-        import torchvision
-    except ImportError:
-        raise LockstepError("torchvision is not installed; `pip install torchvision` to measure beside it.") from None
+    torchvision = require("torchvision", "A benchmark beside torchvision")
     network: nn.Module = getattr(torchvision.models, model)(weights=None, num_classes=CLASSES)
     return network
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path: Path) 
 def test_a_folder_that_is_no_checkout_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match=f"--before {tmp_path} is no checkout of Lockstep"):
         one_gpu.run(models=["resnet50"], batches=[8], peers=["fp32"], rounds=2, before=tmp_path)
+
+
+def test_a_torchvision_for_another_pytorch_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "raise RuntimeError('operator torchvision::nms is not there')"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    with pytest.raises(LockstepError, match=r"torchvision cannot be imported \(.*nms is not there\); install one that"):
+        torchvision_peers.build_network("resnet50")
 
 
 def test_another_checkout_takes_its_steps_with_its_own_modules(tmp_path: Path) -> None:

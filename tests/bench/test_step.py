@@ -68,7 +68,11 @@ def measure(world: World, free_bytes: float, case: Case = TINY) -> tuple[list[Ro
     ddp.CAPS_MB = (1, 25)
     step_memory.read_available_bytes = lambda: free_bytes  # type: ignore[assignment,misc]
     lines: list[str] = []
-    return measure_case(case, world, rounds=3, round_s=0.005, say=lines.append), lines
+    noted: list[list[Row]] = []
+    rows = measure_case(case, world, rounds=3, round_s=0.005, say=lines.append, note=noted.append)
+    assert [[row.rounds for row in so_far] for so_far in noted] == [[2] * len(rows), [3] * len(rows)]
+    assert noted[-1] == rows
+    return rows, lines
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """SVRG and HALP against their equations in FP64, and the fused update against the plain one."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -204,3 +207,28 @@ def test_a_full_gradient_is_a_sum_over_samples_in_fp64(problem: Problem) -> None
     assert torch.equal(rules[0].total, rules[1].total)
     large, small = (problem.flat(gradient).double() for gradient in problem.gradients[:2])
     torch.testing.assert_close(rules[0].total, large * 2.0**30 + small * 100, rtol=1e-12, atol=1e-6)
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lockstep.kernels.offset_update import update_offsets
+
+names = update_offsets.arg_names
+for bits, offset, seed in ((0, "*fp32", "*fp32"), (8, "*i8", "*i64"), (16, "*i16", "*i64")):
+    given = {"BITS": bits, "BLOCK": 4096}
+    types = dict.fromkeys(names, "*fp32") | {"tiles": "*i32", "offset": offset, "seed": seed, "count": "*i64"}
+    types |= dict.fromkeys(given, "constexpr")
+    constants = {(names.index(name),): value for name, value in given.items()}
+    source = ASTSource(update_offsets, types, constexprs=constants)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert made.asm["cubin"]
+    assert "fma.rn" not in made.asm["ptx"], bits
+"""
+
+
+def test_the_compiler_takes_what_the_interpreter_does() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
