@@ -126,7 +126,7 @@ def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
 @pytest.mark.parametrize("width", [1400, 400])
 def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, scheme: str) -> None:
     page.show(f"file://{made}", width=width, scheme=scheme)
-    assert len(check(page)) == 12
+    assert len(check(page)) == 13
     rows = page.run("document.querySelectorAll('#prediction-table tbody tr').length")
     assert rows == 14
     assert "1.25 times the 88.2 ms that were predicted" in page.run("document.getElementById('prediction').innerText")

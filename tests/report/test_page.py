@@ -73,11 +73,23 @@ def test_the_numbers_are_those_of_the_summary() -> None:
 
 def test_a_whole_run_has_every_section() -> None:
     page = build_report(make_run(steps=300))
-    wanted = ["curves", "spent", "timeline", "plan", "prediction", "layers", "mistakes", "ledger", "energy", "warnings"]
+    wanted = [
+        "curves",
+        "spent",
+        "ranks",
+        "timeline",
+        "plan",
+        "prediction",
+        "layers",
+        "mistakes",
+        "ledger",
+        "energy",
+        "warnings",
+    ]
     assert list_sections(page) == [*wanted, "settings", "environment"]
     names = [chart["name"] for chart in read_data(page)["charts"]]
     curves = ["loss", "accuracy", "lr", "throughput", "loss-scale", "noise-scale"]
-    assert names == [*curves, "spent", "timeline", "prediction", "gradient-norms", "trust-ratios", "confusion"]
+    assert names == [*curves, "spent", "ranks", "timeline", "prediction", "gradient-norms", "trust-ratios", "confusion"]
     assert page.count('<img src="data:image/jpeg') == 16
     assert "Rank 1 held the others up" in page
 

@@ -15,6 +15,7 @@ from lockstep.report.page.document import Document, Section, build_document, bui
 from lockstep.report.page.layers import tell_layers
 from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.prediction_section import tell_prediction
+from lockstep.report.page.ranks import tell_ranks
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
 from lockstep.report.phrases import brief, count, count_parameters, percent, plural
@@ -46,6 +47,7 @@ def build_report(events: Iterable[Event], price: float | None = None) -> str:
     told = [
         Section("curves", "Training", charts=curves, switch=True) if curves else None,
         tell_spent(history),
+        tell_ranks(history),
         tell_timeline(history),
         tell_plan(history),
         tell_prediction(history),
