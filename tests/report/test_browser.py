@@ -151,6 +151,33 @@ def test_where_a_run_went_on_is_marked_inside_the_chart(page: Page, tmp_path: Pa
     assert page.run(texts.format("noise-scale")) == []
 
 
+def test_paper_is_white_and_has_two_columns(page: Page, made: Path) -> None:
+    """However dark the screen was, and however narrow the paper; a screen is as it was afterwards."""
+    page.show(f"file://{made}", scheme="dark")
+    look = """addEventListener("beforeprint", () => { window.printed = [
+        getComputedStyle(document.body).color, document.querySelector("#chart-loss .ytick text").style.fill] })"""
+    page.run(look)
+    page.send("Page.printToPDF", preferCSSPageSize=True)
+    for color in page.run("window.printed"):
+        assert _contrast(color, "rgb(255, 255, 255)") > 4.5
+    page.wait("document.documentElement.dataset.theme === 'dark'")
+    page.send("Emulation.setEmulatedMedia", media="print")
+    page.resize(700)
+    columns = "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+    assert page.run(columns) == 2
+    page.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_chart_without_a_neighbour_takes_its_place(page: Page, tmp_path: Path) -> None:
+    unscaled = [replace(one, loss_scale=None) if isinstance(one, StepDone) else one for one in make_run(steps=200)]
+    page.show(f"file://{write_report(write_run(tmp_path / 'run', unscaled))}")
+    assert len(check(page)) == 12
+    widths = "[...document.querySelectorAll('#curves .chart')].map((one) => Math.round(one.offsetWidth))"
+    *pairs, last = page.run(widths)
+    assert len(pairs) == 4
+    assert last == page.run("document.querySelector('#curves .charts').offsetWidth") > 2 * pairs[0]
+
+
 def test_a_window_made_narrow_and_wide_again_has_whole_charts(page: Page, made: Path) -> None:
     page.show(f"file://{made}")
     heights = "[...document.querySelectorAll('.plot')].map((plot) => plot.clientHeight)"

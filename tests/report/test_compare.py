@@ -40,7 +40,7 @@ def test_results_are_those_of_the_summaries(tmp_path: Path) -> None:
     rows = {row[0]: row[1:3] for row in compare_results(runs).rows}
     assert list_status(runs) == ["finished", "unfinished"]
     assert rows["top-1"] == ["90.0 %", "80.0 %"]
-    assert rows["time to 80.0 %"] == ["0:12", "0:05"]
+    assert rows["time to 80.0 %"] == ["12.0 s", "5.0 s"]
     assert rows["T, images/s"] == ["64.0", "–"]
     assert rows["ms a step, median"] == ["500.00", "400.00"]
     assert "energy, kJ" not in rows
@@ -51,7 +51,7 @@ def test_what_a_run_without_a_right_answer_reached_is_no_goal(tmp_path: Path) ->
     runs = read_runs([*write_two(tmp_path), write_run(tmp_path / "diverged", none_right)])
     rows = {row[0]: row[1:4] for row in compare_results(runs).rows}
     assert rows["best top-1"][2] == "0.0 %"
-    assert rows["time to 80.0 %"] == ["0:12", "0:05", "–"]
+    assert rows["time to 80.0 %"] == ["12.0 s", "5.0 s", "–"]
 
 
 def test_a_second_run_is_told_by_how_far_it_is_from_the_first(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def describe_state(history: History) -> str:
     summary, ended = history.summary, history.ended
     after = f"after {tell_time(summary['wall_s'])} and {plural(summary['steps'], 'step')}"
     resumed = summary["resumed"]
-    parts = f" It was resumed {plural(resumed, 'time')}." if resumed else ""
+    parts = f" It was resumed {'once' if resumed == 1 else plural(resumed, 'time')}." if resumed else ""
     if history.is_predicted:
         return f"{PREDICTION} It would take {tell_time(summary['wall_s'])} for {plural(summary['steps'], 'step')}."
     if ended is None:
@@ -166,7 +166,7 @@ def _build_equation(summary: dict[str, Any]) -> str:
         ("T", count(summary["T"]), "images/s"),
         ("S", count(summary["S"]), "images/s of one rank alone"),
         ("N", f"{summary['N']:,}", "rank" if summary["N"] == 1 else "ranks"),
-        ("e", percent(summary["e"]), "scaling efficiency"),
+        ("e", percent(summary["e"]), "efficiency"),
     )
     shown = [
         f'<div class="term"><span class="letter">{letter}</span><b>{escape(value)}</b><span>{escape(unit)}</span></div>'
