@@ -133,6 +133,8 @@ def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, sche
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7
+    table = "document.getElementById('prediction-table').parentElement"
+    assert page.run(f"{table}.scrollWidth - {table}.clientWidth") == 0
     if width == 1400:
         page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
         hidden = "[...document.querySelectorAll('figure .scroll')].map((one) => one.scrollWidth - one.clientWidth)"

@@ -77,12 +77,12 @@ def _draw_part(row: Row) -> dict[str, Any]:
 
 
 def _tell_rows(rows: Sequence[Row]) -> Numbers:
-    heads = ["", "predicted", "measured", "measured / predicted", "the prediction is from"]
+    heads = ["", "predicted", "measured", "factor", "the prediction is from"]
     return Numbers(
         heads,
         [
             [
-                row.name,
+                f"{row.name}, {row.unit}" if row.unit == "images/s" else row.name,
                 _tell(row, row.predicted),
                 "–" if row.measured is None else _tell(row, row.measured),
                 "–" if row.ratio is None else f"{row.ratio:.2f}",
@@ -102,4 +102,4 @@ def _tell(row: Row, value: float) -> str:
             return percent(value)
         case "bytes":
             return size(round(value))
-    return f"{count(value)} images/s"
+    return count(value)
