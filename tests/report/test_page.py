@@ -31,12 +31,13 @@ from lockstep.report.page.charts import tell_time
 from lockstep.report.page.document import embed_json, encode_data, tell
 from lockstep.report.page.live_page import build_state
 from lockstep.report.page.run_page import build_report, describe_work, write_report
+from lockstep.report.phrases import describe_ranks
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
 from lockstep.report.verdict import judge
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
-from tests.report.records import ended, epoch_done, evaluated, started, stepped, timeline
+from tests.report.records import ended, epoch_done, evaluated, predicted, started, stepped, timeline
 from tests.report.test_run import RUN, Listener
 
 HOSTILE = "<script>alert(1)</script>\"'&\U0001f600</script>\u2028--red"
@@ -275,6 +276,23 @@ def test_parts_tell_how_they_began_and_with_how_many_ranks() -> None:
     ticks = find_charts([*first, *alone])["spent"]["layout"]["yaxis"]["ticktext"]
     assert ticks == ["started, 2 ranks", "resumed, 1 rank"]
     assert "Of the steps since the last resume: " in read_text(build_report([*first, *alone]))
+
+
+def test_a_run_that_failed_at_once_has_no_columns_that_say_nothing() -> None:
+    failed = ended(0, 1002.0, 2.0, status="failed", images_per_second=0.0, speed_one_rank=None, efficiency=None)
+    page = build_report([started(), predicted(), failed])
+    assert "images/s" not in page[page.index("<header>") : page.index("</header>")]
+    (heads,) = re.findall(r'<table id="prediction-table">.*?<thead><tr>(.*?)</tr>', page)
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", heads) == ["", "predicted", "the prediction is from"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [("1x1", "on 1 rank"), ("1x2", "on 2 ranks"), ("4x8", "on 32 ranks, 8 a node"), ("2x8+1x4", "on ranks 2x8+1x4")],
+)
+def test_where_a_plan_is_for_is_told_in_words(topology: str, words: str) -> None:
+    assert describe_ranks(topology, "nccl").replace(",", "") == f"{words} over nccl".replace(",", "")
+    assert describe_ranks(topology, "") == words
 
 
 def test_hours_cost_what_a_reader_says_they_do() -> None:

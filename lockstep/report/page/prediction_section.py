@@ -1,6 +1,7 @@
 """What was predicted for a run beside what it measured: two bars, a table, and the assumption that was wrong."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.plan.hindsight import Row, look_back
@@ -45,7 +46,8 @@ def tell_prediction(history: History) -> Section | None:
     notes = [told.beside] if told.beside else []
     if told.assumptions:
         notes.append(f"Assumed: {'; '.join(told.assumptions)}.")
-    body = build_table(_tell_rows(told.rows), name="prediction-table", is_whole=True)
+    rows = _tell_rows(told.rows)
+    body = build_table(rows if told.is_compared else _leave_out(rows, [2, 3]), name="prediction-table", is_whole=True)
     body += "".join(f"<p>{tell(note)}</p>" for note in notes)
     return Section(
         "prediction",
@@ -92,6 +94,14 @@ def _tell_rows(rows: Sequence[Row]) -> Numbers:
         ],
         caption="A step, and what follows from it",
     )
+
+
+def _leave_out(numbers: Numbers, columns: Sequence[int]) -> Numbers:
+    """The table without what is not known of any row."""
+    heads, *rows = [
+        [cell for place, cell in enumerate(row) if place not in columns] for row in (numbers.heads, *numbers.rows)
+    ]
+    return replace(numbers, heads=heads, rows=rows)
 
 
 def _tell(row: Row, value: float) -> str:

@@ -146,7 +146,7 @@ def _list_facts(summary: dict[str, Any], is_predicted: bool) -> list[tuple[str, 
         )
     running, speed = ("Predicted time", "Predicted throughput") if is_predicted else ("Running time", "Throughput")
     facts.append((running, tell_time(summary["wall_s"]), tell_epochs(summary["epochs"])))
-    if summary["T"] is not None:
+    if summary["T"]:  # a run that failed at its first step has none
         facts.append((speed, f"{count(summary['T'])}", "images/s"))
     if (scale := summary["noise_scale"]) is not None:
         beside = f"noise scale; {scale['last']:,.0f} at the end"
