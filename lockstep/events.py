@@ -275,6 +275,8 @@ class RunEnded(Event):
     share_input: float
     reason: str = ""
     straggler: str = ""  # the sentence that names who held the others up, if anyone did
+    # By rank, what a step cost it before it waited for others: seconds of input and of computing, medians over the run.
+    rank_times: list[list[float]] = field(default_factory=list)  # empty where a rank was alone, or the others are gone
     startup_s: float = 0.0  # of `wall_s`: from the start to the first step
     evaluate_s: float = 0.0
     checkpoint_s: float = 0.0

@@ -1,14 +1,18 @@
 """The all-reduce benchmark's rows, for people: a table in the terminal, a chart on a page of its own. Torch-free."""
 
-import importlib
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from lockstep.bench.page import write_page
 from lockstep.bench.results import Rows, describe_ms
+from lockstep.report.page.charts import Chart, Numbers, label
+from lockstep.report.page.log_axis import build_log_axis
+from lockstep.report.phrases import describe_ranks
+
+COLORS = ("--gray", "--blue", "--green", "--purple", "--orange", "--red")
 
 
 def describe_bytes(num_bytes: int) -> str:
@@ -57,47 +61,74 @@ def _describe_cell(row: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
 
 
 def write_chart(file: Path, rows: Rows) -> None:
-    """One page that needs nothing else: milliseconds over bytes, both logarithmic, with the model's curves dotted."""
-    figure = importlib.import_module("plotly.graph_objects").Figure()
-    colors = ("#444444", "#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e", "#d62728")
-    for index, algorithm in enumerate(dict.fromkeys(row["algorithm"] for row in rows)):
-        mine = sorted((row for row in rows if row["algorithm"] == algorithm), key=lambda row: int(row["bytes"]))
-        color = colors[index % len(colors)]
-        sizes = [row["bytes"] for row in mine]
-        figure.add_scatter(
-            x=sizes,
-            y=[1e3 * row["median_s"] for row in mine],
-            error_y={"array": [1e3 * row["spread_s"] / 2 for row in mine], "visible": True, "thickness": 1},
-            text=[row["choice"] for row in mine],
-            name=algorithm,
-            legendgroup=algorithm,
-            mode="lines+markers",
-            line={"color": color, "width": 3 if algorithm == "hybrid" else 2},
-        )
-        if all(row["predicted_s"] is not None for row in mine):
-            figure.add_scatter(
-                x=sizes,
-                y=[1e3 * row["predicted_s"] for row in mine],
-                name=f"{algorithm}, model",
-                legendgroup=algorithm,
-                showlegend=False,
-                mode="lines",
-                line={"color": color, "width": 1, "dash": "dot"},
-            )
-    ticks = sorted({row["bytes"] for row in rows})
+    """A page with milliseconds over bytes, both logarithmic, the model's curves dotted."""
+    sizes = sorted({row["bytes"] for row in rows})
     # By the points alone: where a spread is twice a median, a bar down to nothing has no end on a logarithmic axis.
     points = [1e3 * seconds for row in rows for seconds in (row["median_s"], row["predicted_s"]) if seconds]
-    shown = [math.log10(min(points) / 1.5), math.log10(max(points) * 1.5)]
-    figure.update_layout(
-        title=f"All-reduce on {rows[0]['topology']} ranks: medians of the judging rounds; "
-        "bars: as long as the quartiles are apart; dotted: the fitted model",
-        xaxis={
-            "type": "log",
-            "title": "message",
-            "tickvals": ticks,
-            "ticktext": [describe_bytes(size) for size in ticks],
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    largest = [row for row in rows if row["bytes"] == sizes[-1]]
+    times = [f"{row['algorithm']} {describe_ms(row['median_s'])} ms" for row in largest]
+    chart = Chart(
+        name="messages",
+        title="Milliseconds of an all-reduce, by size of the message",
+        says=f"Of {describe_bytes(sizes[-1])}: {'; '.join(times)}.",
+        traces=[
+            trace
+            for place, name in enumerate(algorithms)
+            for trace in _draw(COLORS[place % len(COLORS)], [row for row in rows if row["algorithm"] == name])
+        ],
+        layout={
+            "xaxis": {
+                "type": "log",
+                "title": {"text": "message"},
+                "tickvals": sizes,
+                "ticktext": [describe_bytes(size) for size in sizes],
+            },
+            "yaxis": build_log_axis(points),
         },
-        yaxis={"type": "log", "title": "milliseconds", "dtick": "D2", "range": shown},
-        template="plotly_white",
+        height=480,
+        wide=True,
+        note="Medians of the judging rounds; thin lines: as long as the quartiles are apart; dotted: the fitted model.",
     )
-    figure.write_html(file, include_plotlyjs=True, full_html=True)
+    about = describe_ranks(rows[0]["topology"], "")
+    write_page(file, "All-reduce by size", f"{about[:1].upper()}{about[1:]}.", [chart], _tell_rows(rows))
+
+
+def _draw(color: str, rows: Rows) -> list[dict[str, Any]]:
+    """An algorithm's measured curve, and the model's."""
+    mine = sorted(rows, key=lambda row: int(row["bytes"]))
+    common: dict[str, Any] = {"type": "scatter", "x": [row["bytes"] for row in mine]}
+    name, width = mine[0]["algorithm"], 3 if mine[0]["algorithm"] == "hybrid" else 2
+    spreads = [1e3 * row["spread_s"] / 2 for row in mine]
+    measured = {
+        **common,
+        "mode": "lines+markers",
+        "name": label(name),
+        "y": [1e3 * row["median_s"] for row in mine],
+        "error_y": {"type": "data", "array": spreads, "color": color, "thickness": 1},
+        "text": [label(row["choice"]) for row in mine],
+        "line": {"color": color, "width": width},
+        "marker": {"color": color, "size": 7},
+    }
+    if any(row["predicted_s"] is None for row in mine):
+        return [measured]
+    predicted = [1e3 * row["predicted_s"] for row in mine]
+    line = {"color": color, "width": 1, "dash": "dot"}
+    model = {"mode": "lines", "name": f"{label(name)}, model", "y": predicted, "showlegend": False, "line": line}
+    return [measured, {**common, **model}]
+
+
+def _tell_rows(rows: Rows) -> Numbers:
+    heads = ["message", "algorithm", "milliseconds", "quartiles apart, ms", "model, ms", "choice"]
+    told = [
+        [
+            describe_bytes(row["bytes"]),
+            row["algorithm"],
+            describe_ms(row["median_s"]),
+            describe_ms(row["spread_s"]),
+            "–" if row["predicted_s"] is None else describe_ms(row["predicted_s"]),
+            row["choice"],
+        ]
+        for row in rows
+    ]
+    return Numbers(heads, told)

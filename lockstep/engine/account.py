@@ -161,13 +161,18 @@ class Account:
             share_input=waited / total,
         )
 
-    def name_straggler(self, world: World, topology: Topology, gradient_bytes: int) -> str:
-        """The sentence on who held the others up, if anyone did; every rank must call it."""
+    def gather_times(self, world: World) -> list[RankTimes]:
+        """What a step cost each rank before it waited for others; every rank must call it."""
         if not self._rank_times:
+            return []
+        rows = world.gather_values(typical_times(self._rank_times[1:] or self._rank_times))
+        return [RankTimes(*map(float, row)) for row in rows]
+
+    def name_straggler(self, times: list[RankTimes], world: World, topology: Topology, gradient_bytes: int) -> str:
+        """The sentence on who held the others up, if anyone did; every rank must call it."""
+        if not times:
             return ""
         spent = self._spent
-        rows = world.gather_values(typical_times(self._rank_times[1:] or self._rank_times))
-        times = [RankTimes(*map(float, row)) for row in rows]
         waited = world.broadcast_value(spent.seconds["communicate"] / max(spent.total_s, 1e-9))
         links = measure_links(world, topology) if waited > NOTABLE_SHARE else []
         nodes = [topology.node_of(rank) for rank in range(world.size)]

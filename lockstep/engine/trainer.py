@@ -439,9 +439,10 @@ class Trainer:
     def _say_ended(self, status: Literal["finished", "interrupted", "failed"], start: float, reason: str = "") -> None:
         """After a failure the other ranks may be gone, and rank 0 speaks for itself."""
         has_failed = status == "failed"
-        straggler = ""
+        straggler, times = "", []
         if not has_failed:
-            straggler = self.account.name_straggler(self.world, self.parts.topology, self.parts.layout.gradient_bytes)
+            times, topology = self.account.gather_times(self.world), self.parts.topology
+            straggler = self.account.name_straggler(times, self.world, topology, self.parts.layout.gradient_bytes)
         balance = self.account.balance(self.world, alone=has_failed)
         self._emit(
             RunEnded(
@@ -452,6 +453,7 @@ class Trainer:
                 world_size=self.world.size,
                 reason=reason,
                 straggler=straggler,
+                rank_times=[[round(seconds, 6) for seconds in one] for one in times] if len(times) > 1 else [],
                 energy_j=self.instruments.energy.count(self.world, alone=has_failed),
                 memory_bytes=read_peak(self.world.device),
                 **asdict(self.account.beside()),

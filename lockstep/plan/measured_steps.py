@@ -98,6 +98,17 @@ def measure_steps(part: Sequence[Event], predicted: RunPredicted) -> Measured | 
     )
 
 
+def waits_for_ranks(timelines: Sequence[TimelineTaken], world_size: int) -> bool:
+    """Whether ranks wait for each other more than for messages; no where timelines do not tell."""
+    messages_s = _time_messages(timelines, world_size)
+    waits: dict[tuple[int, int], float] = {}
+    for timeline in timelines:
+        for span in _read_spans(timeline):
+            waited_s = span.seconds if (span.lane, span.name) == ("step", "communicate") else 0.0
+            waits[timeline.rank, span.step] = waits.get((timeline.rank, span.step), 0.0) + waited_s
+    return messages_s is not None and messages_s < fmean(waits.values()) / 2
+
+
 def _read_spans(timeline: TimelineTaken) -> list[Span]:
     """The spans that are ones, of the steps that the timeline is of."""
     found = []

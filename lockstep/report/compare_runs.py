@@ -55,6 +55,17 @@ def compare_results(runs: Sequence[Run]) -> Numbers:
     return Numbers(["result", *names, *head_changes(names)], rows)
 
 
+def split_changes(results: Numbers, num_runs: int) -> list[Numbers]:
+    """Of two runs one table; of more, what came out and how it differs apart: no screen is as wide as both."""
+    if num_runs < 3:
+        return [results]
+    first, *others = results.heads[1 : 1 + num_runs]
+    values = Numbers(results.heads[: 1 + num_runs], [row[: 1 + num_runs] for row in results.rows])
+    changes = [[row[0], *row[1 + num_runs :]] for row in results.rows]
+    told = [row for row in changes if set(row[1:]) != {NONE}]
+    return [values, Numbers([results.heads[0], *others], told, caption=f"Against {first}")]
+
+
 def list_status(runs: Sequence[Run]) -> list[str]:
     """How each run ended."""
     return ["predicted" if run.history.is_predicted else str(run.history.summary["status"]) for run in runs]

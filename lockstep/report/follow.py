@@ -7,10 +7,12 @@ there. When a full log is put away, the old file is read to its end before the n
 import math
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import LockstepError
-from lockstep.events import LOG_NAME, Event, decode, list_full_parts, read_part
+from lockstep.events import LOG_NAME, Event, RunEnded, RunStarted, decode, list_full_parts, read_part
+from lockstep.report.phrases import describe_silence
 
 CHUNK_BYTES = 8 << 20
 SUFFIX = Path(LOG_NAME).suffix
@@ -57,6 +59,12 @@ class Follower:
         """The same records; remembers how new they are."""
         self._last_s = max([self._last_s, *(event.time_s for event in events if not math.isnan(event.time_s))])
         return events
+
+    def describe_silence(self, last_s: float) -> str:
+        """Why nothing comes from a run whose newest record is of that time; empty while it is young."""
+        if self._file >= 0 and not self.path.parent.is_dir():
+            return f"{self.path.parent} is gone; what is shown is the last that was known of the run."
+        return describe_silence(last_s)
 
     def close(self) -> None:
         if self._file >= 0:
@@ -112,3 +120,9 @@ class Follower:
         parts = [part for part in list_full_parts(self.path) if part.name not in self._read]
         self._read |= {part.name for part in parts}
         return [event for part in parts for event in read_part(part)]
+
+
+def has_ended(events: Sequence[Event]) -> bool:
+    """Whether the last thing that happened is the end of a run."""
+    last = next((event for event in reversed(events) if isinstance(event, RunStarted | RunEnded)), None)
+    return isinstance(last, RunEnded)

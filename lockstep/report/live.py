@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from lockstep.errors import LockstepError
 from lockstep.events import CheckpointSaved, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
-from lockstep.report.follow import Follower
+from lockstep.report.follow import Follower, has_ended
 from lockstep.report.page.document import encode_data
 from lockstep.report.page.live_page import build_live_page, build_state
 
@@ -39,12 +39,21 @@ class Watched:
         self._state = json.dumps({"revision": 0})
 
     def read_state(self, known: int) -> str:
-        """The state as JSON; only its number where the asker has it already."""
+        """The state as JSON; only its number, and why it is old, where the asker has it already."""
         with self._lock:
             if time.monotonic() - self._looked_s >= LOOK_S:
                 self._look()
                 self._looked_s = time.monotonic()
-            return self._state if known != self._revision else json.dumps({"revision": self._revision})
+            if known != self._revision:
+                return self._state
+            silence = self._describe_silence()
+            return json.dumps({"revision": self._revision} | ({"problem": silence} if silence else {}))
+
+    def _describe_silence(self) -> str:
+        """Told apart from the state, as it goes on growing while nothing else is new."""
+        if not self._revision or has_ended(self._events):
+            return ""
+        return self._follower.describe_silence(max(event.time_s for event in self._events))
 
     def close(self) -> None:
         self._follower.close()

@@ -74,14 +74,18 @@ def _print_runs(runs: "Sequence[Run]") -> None:
     from rich.console import Console
 
     from lockstep.report.compare import build_rich
-    from lockstep.report.compare_runs import compare_results, compare_settings, list_status
+    from lockstep.report.compare_runs import compare_results, compare_settings, list_status, split_changes
 
     console = Console()
-    settings, results = compare_settings(runs), compare_results(runs)
+    settings = compare_settings(runs)
+    results, *changes = split_changes(compare_results(runs), len(runs))
     console.print(build_rich(settings, "Settings that differ") if settings else "All settings are the same.")
     console.print()
     status = ["status", *list_status(runs)]
     console.print(build_rich(replace(results, rows=[status, *results.rows]), "Results"))
+    for table in changes:
+        console.print()
+        console.print(build_rich(table, table.caption))
 
 
 def _print_rows(files: "Sequence[RowFile]") -> None:

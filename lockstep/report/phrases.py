@@ -1,6 +1,7 @@
 """Records in words: the lines that the live and the plain display share, in ASCII so that any log can hold them."""
 
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -157,9 +158,20 @@ def describe_plan(event: PlanChosen) -> list[str]:
     if event.source == "default":
         return []
     how = f"{event.execution}; gradients in {event.reduction}" if event.reduction else event.execution
-    where = f"on {event.topology}{f' over {event.backend}' if event.backend else ''}"
+    where = describe_ranks(event.topology, event.backend)
     lines = [f"The step: {how} ({describe_measuring(event.source, event.seconds)} {where})."]
     return lines + describe_trials(event.trials, event.batch)
+
+
+def describe_ranks(topology: str, backend: str) -> str:
+    """Where steps are taken, from a topology's name such as 4x8: on 32 ranks, 8 a node, over nccl."""
+    over = f" over {backend}" if backend else ""
+    found = re.fullmatch(r"(\d{1,9})x(\d{1,9})", topology)
+    if not found:
+        return f"on ranks {topology}{over}"
+    nodes, a_node = map(int, found.groups())
+    a_node_each = f", {a_node:,} a node" + "," * bool(over) if nodes > 1 else ""
+    return f"on {plural(nodes * a_node, 'rank')}{a_node_each}{over}"
 
 
 def describe_measuring(source: str, seconds: float) -> str:

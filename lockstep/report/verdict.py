@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lockstep.events import Event, InputChosen, RunEnded, RunStarted, StepDone
+from lockstep.events import Event, InputChosen, RunEnded, RunStarted, StepDone, TimelineTaken
+from lockstep.plan.measured_steps import waits_for_ranks
 
 # Below this share of the time, a wait is not worth advice.
 NOTEWORTHY_SHARE = 0.05
@@ -31,11 +32,15 @@ class Verdict:
         self._images_per_second = 0.0
         self._num_records = 0
         self._straggler = ""  # the run's own sentence on who held the others up
+        self._timelines: list[TimelineTaken] = []
 
     def emit(self, event: Event) -> None:
         match event:
             case RunStarted():
                 self._start, self._shares, self._num_records, self._straggler = event, None, 0, ""
+                self._timelines = []
+            case TimelineTaken():
+                self._timelines.append(event)
             case InputChosen():
                 self._input = event
             case StepDone():
@@ -78,9 +83,12 @@ class Verdict:
             return "the devices are kept busy"
         if self.slow == "communication" and (named := NAMED.match(self._straggler)):
             return f"{named[0].lower()} held the others up, so look there first"
-        if self.slow == "communication":
-            return "more samples per rank (a larger train.global_batch, or fewer ranks) would lower communication"
         start, chosen = self._start, self._input
+        if self.slow == "communication":
+            more = "more samples per rank (a larger train.global_batch, or fewer ranks) would"
+            if start is not None and waits_for_ranks(self._timelines, start.world_size):
+                return f"ranks wait for each other more than for messages; {more} even that out"
+            return f"{more} lower communication"
         elsewhere = "smaller images (`lockstep data pack --short-side`) or faster storage would shorten the wait"
         if chosen is not None and chosen.decoder == "cpu" and chosen.read_processes:
             return f"more processes that decode (data.read_processes), {elsewhere}"

@@ -9,11 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from lockstep.errors import LockstepError
-from lockstep.events import Event, RunEnded, RunStarted, StepDone
+from lockstep.events import Event, RunStarted, StepDone
 from lockstep.report.compare import clean
 from lockstep.report.display import Display, build_display, print_plain
-from lockstep.report.follow import Follower
-from lockstep.report.phrases import describe_silence
+from lockstep.report.follow import Follower, has_ended
 from lockstep.report.summary import split_parts
 
 POLL_S = 1.0
@@ -43,7 +42,7 @@ def watch_terminal(source: Path, console: Console | None = None, poll_s: float =
                 last_s, is_said = event.time_s, False
             if has_ended(events):
                 return
-            if display.start and not is_said and (silence := describe_silence(last_s)):
+            if display.start and not is_said and (silence := follower.describe_silence(last_s)):
                 print_plain(console, silence)
                 is_said = True
             time.sleep(poll_s)
@@ -76,12 +75,6 @@ def _catch_up(display: Display, steps: Sequence[StepDone]) -> None:
         display.verdict.emit(step)
         if step.noise_scale is not None:
             display.measured.append(step)
-
-
-def has_ended(events: Sequence[Event]) -> bool:
-    """Whether the last thing that happened is the end of a run."""
-    last = next((event for event in reversed(events) if isinstance(event, RunStarted | RunEnded)), None)
-    return isinstance(last, RunEnded)
 
 
 def _show(display: Display, event: Event, path: Path) -> None:

@@ -192,8 +192,7 @@ def test_the_table_fits_a_plain_terminal_and_shows_ratios_to_torch() -> None:
     assert "hierarchical/16" in text
 
 
-def test_the_chart_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+def test_the_page_needs_nothing_else_and_has_every_number(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     write_chart(file, make_rows())
     page = file.read_text()

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import io
+import re
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -313,14 +314,18 @@ def test_the_tables_fit_a_plain_terminal_and_show_ratios() -> None:
     assert "4 MB, 32 ranks" in text
 
 
-def test_the_chart_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
+def test_the_page_needs_nothing_else_and_has_every_number(tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     write_chart(file, make_rows())
     page = file.read_text()
     assert "<script src=" not in page
     for name in ("ddp default", "ddp tuned", "lockstep"):
         assert f'"{name}"' in page
+        assert f"<td>setting of {name}</td>" in page
+    assert "ddp default 300\N{NO-BREAK SPACE}ms (3.00 ×); ddp tuned 200\N{NO-BREAK SPACE}ms (2.00 ×)" in page
+    assert "width=device-width" in page  # or a phone shows a corner of it
+    for text in re.findall(r'id="case-\d-says">(.*?)<', page):
+        assert text.endswith("lockstep 100\N{NO-BREAK SPACE}ms.")
 
 
 def test_too_few_rounds_or_ranks_are_refused_before_measuring() -> None:

@@ -27,7 +27,7 @@ class Listener:
         pass
 
 
-def train(world: World, config: RunConfig, folder: Path, slow_rank: int) -> str:
+def train(world: World, config: RunConfig, folder: Path, slow_rank: int) -> tuple[str, list[list[float]]]:
     """One rank's run; the backward pass of `slow_rank` takes 100 ms more."""
     sources = open_sources(config.data)
     parts = build_parts(config, world, sources)
@@ -36,7 +36,7 @@ def train(world: World, config: RunConfig, folder: Path, slow_rank: int) -> str:
     listener = Listener()
     Trainer(config, "tiny", world, sources, parts, folder, listener, StopRequest()).run()
     assert isinstance(listener.last, RunEnded)
-    return listener.last.straggler
+    return listener.last.straggler, listener.last.rank_times
 
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
@@ -44,6 +44,9 @@ def test_a_rank_that_sleeps_in_its_backward_pass_is_named_with_compute(
     images: Path, tmp_path: Path, slow_rank: int
 ) -> None:
     config = tiny_config(images, "train.eval_every=0st", "train.checkpoint_every=0st")
-    for text in run_ranks(train, 3, config, tmp_path, slow_rank):
+    for text, times in run_ranks(train, 3, config, tmp_path, slow_rank):
         assert text.startswith(f"Rank {slow_rank} holds the others up by")
         assert text.endswith(": compute.")
+        computed = [compute_s for _, compute_s in times]
+        assert len(computed) == 3
+        assert computed[slow_rank] == max(computed) > 0.1

@@ -126,13 +126,15 @@ def test_a_real_run_is_drawn(page: Page, real: Path) -> None:
 @pytest.mark.parametrize("width", [1400, 400])
 def test_every_chart_is_drawn_and_whole(page: Page, made: Path, width: int, scheme: str) -> None:
     page.show(f"file://{made}", width=width, scheme=scheme)
-    assert len(check(page)) == 12
+    assert len(check(page)) == 13
     rows = page.run("document.querySelectorAll('#prediction-table tbody tr').length")
     assert rows == 14
     assert "1.25 times the 88.2 ms that were predicted" in page.run("document.getElementById('prediction').innerText")
     assert page.run("document.documentElement.dataset.theme") == scheme
     ink, paper = (page.run(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor"))
     assert _contrast(ink, paper) > 7
+    table = "document.getElementById('prediction-table').parentElement"
+    assert page.run(f"{table}.scrollWidth - {table}.clientWidth") == 0
     if width == 1400:
         page.run("document.querySelectorAll('figure details').forEach((one) => { one.open = true; })")
         hidden = "[...document.querySelectorAll('figure .scroll')].map((one) => one.scrollWidth - one.clientWidth)"
@@ -149,6 +151,33 @@ def test_where_a_run_went_on_is_marked_inside_the_chart(page: Page, tmp_path: Pa
     texts = "[...document.querySelectorAll('#chart-{} .annotation-text')].map((one) => one.textContent)"
     assert page.run(texts.format("loss")) == ["resumed"]
     assert page.run(texts.format("noise-scale")) == []
+
+
+def test_paper_is_white_and_has_two_columns(page: Page, made: Path) -> None:
+    """However dark the screen was, and however narrow the paper; a screen is as it was afterwards."""
+    page.show(f"file://{made}", scheme="dark")
+    look = """addEventListener("beforeprint", () => { window.printed = [
+        getComputedStyle(document.body).color, document.querySelector("#chart-loss .ytick text").style.fill] })"""
+    page.run(look)
+    page.send("Page.printToPDF", preferCSSPageSize=True)
+    for color in page.run("window.printed"):
+        assert _contrast(color, "rgb(255, 255, 255)") > 4.5
+    page.wait("document.documentElement.dataset.theme === 'dark'")
+    page.send("Emulation.setEmulatedMedia", media="print")
+    page.resize(700)
+    columns = "getComputedStyle(document.querySelector('.charts')).gridTemplateColumns.split(' ').length"
+    assert page.run(columns) == 2
+    page.send("Emulation.setEmulatedMedia", media="")
+
+
+def test_a_chart_without_a_neighbour_takes_its_place(page: Page, tmp_path: Path) -> None:
+    unscaled = [replace(one, loss_scale=None) if isinstance(one, StepDone) else one for one in make_run(steps=200)]
+    page.show(f"file://{write_report(write_run(tmp_path / 'run', unscaled))}")
+    assert len(check(page)) == 12
+    widths = "[...document.querySelectorAll('#curves .chart')].map((one) => Math.round(one.offsetWidth))"
+    *pairs, last = page.run(widths)
+    assert len(pairs) == 4
+    assert last == page.run("document.querySelector('#curves .charts').offsetWidth") > 2 * pairs[0]
 
 
 def test_a_window_made_narrow_and_wide_again_has_whole_charts(page: Page, made: Path) -> None:

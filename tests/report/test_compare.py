@@ -1,5 +1,6 @@
 """Runs beside each other."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from lockstep.errors import LockstepError
 from lockstep.report.compare import tell_changes
-from lockstep.report.compare_runs import Run, compare_results, compare_settings, list_status
+from lockstep.report.compare_runs import Run, compare_results, compare_settings, list_status, split_changes
 from lockstep.report.compare_subjects import read_subjects
 from lockstep.report.page.compare_page import build_run_comparison
 from tests.engine import commands
@@ -40,7 +41,7 @@ def test_results_are_those_of_the_summaries(tmp_path: Path) -> None:
     rows = {row[0]: row[1:3] for row in compare_results(runs).rows}
     assert list_status(runs) == ["finished", "unfinished"]
     assert rows["top-1"] == ["90.0 %", "80.0 %"]
-    assert rows["time to 80.0 %"] == ["0:12", "0:05"]
+    assert rows["time to 80.0 %"] == ["12.0 s", "5.0 s"]
     assert rows["T, images/s"] == ["64.0", "–"]
     assert rows["ms a step, median"] == ["500.00", "400.00"]
     assert "energy, kJ" not in rows
@@ -51,7 +52,7 @@ def test_what_a_run_without_a_right_answer_reached_is_no_goal(tmp_path: Path) ->
     runs = read_runs([*write_two(tmp_path), write_run(tmp_path / "diverged", none_right)])
     rows = {row[0]: row[1:4] for row in compare_results(runs).rows}
     assert rows["best top-1"][2] == "0.0 %"
-    assert rows["time to 80.0 %"] == ["0:12", "0:05", "–"]
+    assert rows["time to 80.0 %"] == ["12.0 s", "5.0 s", "–"]
 
 
 def test_a_second_run_is_told_by_how_far_it_is_from_the_first(tmp_path: Path) -> None:
@@ -72,6 +73,30 @@ def test_more_runs_are_each_compared_with_the_first(tmp_path: Path) -> None:
     rows = {row[0]: row[4:] for row in table.rows}
     assert rows["top-1"] == ["-10.00 points", "+0.00 points"]
     assert rows["ms a step, median"] == ["0.800 ×", "1.000 ×"]
+
+
+def test_more_than_two_runs_are_told_from_the_first_in_a_table_of_its_own(tmp_path: Path) -> None:
+    """Both side by side are wider than a terminal or a phone."""
+    first, second = write_two(tmp_path)
+    results, changes = split_changes(compare_results(read_runs([first, second, first])), 3)
+    assert len(results.heads) == 4
+    assert changes.heads == ["result", *results.heads[2:]]
+    assert changes.caption == f"Against {results.heads[1]}"
+    rows = {row[0]: row[1:] for row in changes.rows}
+    assert rows["top-1"] == ["-10.00 points", "+0.00 points"]
+    assert len(split_changes(compare_results(read_runs([first, second])), 2)) == 1
+    status, out, _ = commands.run("compare", str(first), str(second), str(first))
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert "finished" in out  # and no word of it on two lines
+
+
+def test_a_chart_tells_the_number_that_says_most_of_a_curve(tmp_path: Path) -> None:
+    """A last step's throughput says nothing of a run's, and every learning rate ends at about nothing."""
+    path = write_run(tmp_path / "a", make_run(steps=200))
+    page = build_run_comparison(read_runs([path, path]))
+    assert re.search(r"The medians: \S+a 9,\d\d\d; ", page)
+    assert re.search(r"The highest: \S+a 1\.18; ", page)
 
 
 def test_changes_that_cannot_be_told_are_a_dash() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import threading
 import time
 import urllib.error
@@ -189,15 +190,29 @@ def test_the_server_tells_what_is_new(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(live, "LOOK_S", 0.0)
     with serve(tmp_path) as server:
         assert json.loads(ask(server, "state")[1]) == {"revision": 0}
-        write_run(tmp_path, make_run(steps=100, ends=False, run="<b>mine</b>"))
+        write_run(tmp_path, make_run(steps=100, ends=False, run="<b>mine</b>", begun_s=time.time()))
         state = json.loads(ask(server, "state?revision=0")[1])
         assert state["revision"] == 1
         assert "&lt;b&gt;mine&lt;/b&gt;" in state["header"]
-        assert "Step 100 of 100 (100.0\N{NO-BREAK SPACE}%), after 0:" in state["header"]
-        assert "0:00 left" in state["header"]
+        assert "Step 100 of 100 (100.0\N{NO-BREAK SPACE}%), after " in state["header"]
+        assert "0.0\N{NO-BREAK SPACE}s left" in state["header"]
         assert {"loss", "accuracy", "throughput"} <= {chart["name"] for chart in state["charts"]}
         assert json.loads(ask(server, "state?revision=1")[1]) == {"revision": 1}
         assert json.loads(ask(server, "state?revision=%00'<")[1])["revision"] == 1
+
+
+def test_the_page_of_a_run_that_was_killed_meanwhile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is new, nothing is drawn anew: it was only told to who looked for the first time."""
+    monkeypatch.setattr(live, "LOOK_S", 0.0)
+    folder = tmp_path / "run"
+    with serve(write_run(folder, make_run(steps=100, ends=False, begun_s=time.time() - 200))) as server:
+        assert json.loads(ask(server, "state?revision=0")[1])["revision"] == 1
+        assert "Nothing heard for" in json.loads(ask(server, "state?revision=1")[1])["problem"]
+        shutil.rmtree(folder)
+        assert f"{folder} is gone" in json.loads(ask(server, "state?revision=1")[1])["problem"]
+    with serve(write_run(folder, make_run(steps=100, begun_s=time.time() - 200))) as server:
+        ask(server, "state?revision=0")
+        assert json.loads(ask(server, "state?revision=1")[1]) == {"revision": 1}
 
 
 def test_the_server_is_for_this_machine_alone(tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def test_the_file_is_small(folder: Path) -> None:
 def test_every_chart_is_drawn_and_whole(page: Page, folder: Path, width: int, scheme: str) -> None:
     page.show(f"file://{folder}/plan.html", width=width, scheme=scheme)
     assert set(check(page)) == {"time", "cost", "efficiency", "network", "parts"}
+    table = "document.querySelector('#changed .scroll')"
+    assert page.run(f"{table}.scrollWidth - {table}.clientWidth") == 0  # on a phone, too
     says = page.run("[...document.querySelectorAll('figcaption p[id$=says]')].map((one) => one.textContent)")
     assert len(says) == 5
     assert all(any(letter.isdigit() for letter in sentence) for sentence in says), says

@@ -39,7 +39,7 @@ def test_it_tells_accuracy_time_hardware_commit_and_recipe() -> None:
         "| top-1 | 75.0 % | 75 of 100 |",
         "| top-5 | 90.0 % | 90 of 100 |",
         "after step 40",
-        "| time | 0:30 for 40 steps |",
+        "| time | 30.0 s for 40 steps |",
         "| hardware | 2 ranks on test CPU |",
         "| commit | abc1234 |",
         "by the recipe tiny",

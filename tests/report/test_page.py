@@ -20,21 +20,24 @@ from lockstep.events import (
     Notice,
     PlanChosen,
     RunEnded,
+    RunStarted,
     TimelineTaken,
     decode,
     encode,
     read_events,
 )
 from lockstep.report.page import document
+from lockstep.report.page.charts import tell_time
 from lockstep.report.page.document import embed_json, encode_data, tell
 from lockstep.report.page.live_page import build_state
 from lockstep.report.page.run_page import build_report, describe_work, write_report
+from lockstep.report.phrases import describe_ranks
 from lockstep.report.run import RunSink
 from lockstep.report.summary import summarize
 from lockstep.report.verdict import judge
 from tests.engine import commands
 from tests.report.made_run import make_run, write_run
-from tests.report.records import ended, epoch_done, evaluated, started, stepped
+from tests.report.records import ended, epoch_done, evaluated, predicted, started, stepped, timeline
 from tests.report.test_run import RUN, Listener
 
 HOSTILE = "<script>alert(1)</script>\"'&\U0001f600</script>\u2028--red"
@@ -68,16 +71,28 @@ def test_the_numbers_are_those_of_the_summary() -> None:
     text = read_text(page)
     assert f"Top-1 {100 * summary['top1']:.1f} % top-5 {100 * summary['top5']:.1f} %" in text
     assert f"T {summary['T']:,.0f} images/s = S {summary['S']:,.0f} images/s of one rank alone" in text
-    assert f"N {summary['N']} ranks · e {100 * summary['e']:.1f} % scaling efficiency" in text
+    assert f"N {summary['N']} ranks · e {100 * summary['e']:.1f} % efficiency" in text
 
 
 def test_a_whole_run_has_every_section() -> None:
     page = build_report(make_run(steps=300))
-    wanted = ["curves", "spent", "timeline", "plan", "prediction", "layers", "mistakes", "ledger", "energy", "warnings"]
+    wanted = [
+        "curves",
+        "spent",
+        "ranks",
+        "timeline",
+        "plan",
+        "prediction",
+        "layers",
+        "mistakes",
+        "ledger",
+        "energy",
+        "warnings",
+    ]
     assert list_sections(page) == [*wanted, "settings", "environment"]
     names = [chart["name"] for chart in read_data(page)["charts"]]
     curves = ["loss", "accuracy", "lr", "throughput", "loss-scale", "noise-scale"]
-    assert names == [*curves, "spent", "timeline", "prediction", "gradient-norms", "trust-ratios", "confusion"]
+    assert names == [*curves, "spent", "ranks", "timeline", "prediction", "gradient-norms", "trust-ratios", "confusion"]
     assert page.count('<img src="data:image/jpeg') == 16
     assert "Rank 1 held the others up" in page
 
@@ -103,10 +118,10 @@ def make_prediction() -> list[Event]:
 def test_a_prediction_is_no_run_that_happened() -> None:
     page = build_report(make_prediction())
     text = read_text(page)
-    assert "A prediction: nothing was trained. It would take 0:20 for 40 steps." in text
+    assert "A prediction: nothing was trained. It would take 20.0 s for 40 steps." in text
     assert '<p class="state warning">A prediction' in page
     assert "8 candidates were simulated. The chosen one would take" in text
-    assert "Predicted time 0:20" in text
+    assert "Predicted time 20.0 s" in text
     for false in ("Finished", "in turns", "own steps", "validation samples", "run's own", "Running time", " went"):
         assert false not in text
     assert list_sections(page) == ["spent", "plan", "energy", "settings", "environment"]
@@ -116,7 +131,7 @@ def test_what_a_run_let_know_is_among_its_notes() -> None:
     note = "There is no val/ in /data; test/ serves as the validation split."
     notices = [Notice(level="info", text=text, time_s=1001) for text in (note, note, HOSTILE)]
     page = build_report([started(), *notices, stepped(10, 1005)])
-    assert f"step 0, 0:01 {note}" in read_text(page)
+    assert f"step 0, 1.0 s {note}" in read_text(page)
     assert page.count(note) == 1
     assert html.escape(HOSTILE) in page
 
@@ -188,7 +203,7 @@ def test_the_highest_learning_rate_is_one_of_those_recorded() -> None:
 
 def test_shares_of_the_steps_are_told_from_those_of_all_the_time() -> None:
     page = read_text(build_report(make_run(steps=300)))
-    assert re.search(r"Of 0:\d\d: computing .* Of the steps alone: \d+ % compute, ", page)
+    assert re.search(r"Of \d\d\.\d s: computing .* Of the steps alone: \d+ % compute, ", page)
 
 
 def test_a_page_has_no_sign_that_only_a_terminals_table_has() -> None:
@@ -217,6 +232,67 @@ def test_a_timeline_ends_with_the_last_rank_and_explains_the_rows_there_are() ->
     assert "Beside it went on: “input”, the batches that threads made, and a row for" in read_text(
         build_report(make_run(steps=300))
     )
+
+
+def test_several_ranks_have_steps_and_rows_of_their_own_in_a_timeline() -> None:
+    """Their clocks have nothing in common, so that a step's beginning on one rank is no mark in another's rows."""
+    chart = find_charts([started(), timeline(0, {"forward": 0.25}, [0.125]), timeline(1, {"forward": 0.5}, [0.125])])
+    edges = [(shape["x0"], shape["y0"], shape["y1"]) for shape in chart["timeline"]["layout"]["shapes"]]
+    assert edges == [(250.0, -0.5, 1.5), (500.0, 1.5, 3.5)]
+
+
+def test_a_timelines_legend_has_what_can_be_seen() -> None:
+    passes = {"input": 0.1, "forward": 0.2, "communicate": 1e-7}
+    traces = find_charts([started(world_size=1), timeline(0, passes, [])])["timeline"]["traces"]
+    assert [trace["name"] for trace in traces if trace.get("showlegend", True)] == ["waiting for input", "forward"]
+
+
+def test_lengths_of_time_have_a_unit() -> None:
+    assert [tell_time(seconds) for seconds in (0.04, 7.25, 59.94, 59.96, 754, 3599.4, 3599.6, 3723)] == [
+        *("0.0 s", "7.2 s", "59.9 s", "1:00 min", "12:34 min", "59:59 min", "1:00:00 h", "1:02:03 h"),
+    ]
+
+
+def test_the_median_of_throughput_stands_beside_that_of_all_steps() -> None:
+    """Which may be far from it, and is the T of the headline."""
+    records = [started(), *(stepped(step, 1000.0 + step) for step in (10, 20, 30)), ended(40, 1040.0, 40.0)]
+    assert "; all steps together made 64.0." in find_text(records, "throughput")
+    resumed = [*records, started(2000.0, start_step=40), stepped(50, 2005.0), stepped(60, 2010.0)]
+    resumed.append(ended(60, 2011.0, 11.0, images_per_second=16.0))
+    assert "; those since the last resume together made 16.0" in find_text(resumed, "throughput")
+
+
+def find_text(events: Sequence[Event], name: str) -> str:
+    """The sentence of a chart."""
+    found = re.search(rf'<p id="{name}-says">(.*?)</p>', build_report(events))
+    assert found
+    return found[1].replace("\N{NO-BREAK SPACE}", " ")
+
+
+def test_parts_tell_how_they_began_and_with_how_many_ranks() -> None:
+    first, last = make_run(steps=200, ends=False), make_run(steps=200, first=100, begun_s=1.8e9)
+    assert find_charts([*first, *last])["spent"]["layout"]["yaxis"]["ticktext"] == ["started", "resumed"]
+    alone = [replace(one, world_size=1) if isinstance(one, RunStarted) else one for one in last]
+    ticks = find_charts([*first, *alone])["spent"]["layout"]["yaxis"]["ticktext"]
+    assert ticks == ["started, 2 ranks", "resumed, 1 rank"]
+    assert "Of the steps since the last resume: " in read_text(build_report([*first, *alone]))
+
+
+def test_a_run_that_failed_at_once_has_no_columns_that_say_nothing() -> None:
+    failed = ended(0, 1002.0, 2.0, status="failed", images_per_second=0.0, speed_one_rank=None, efficiency=None)
+    page = build_report([started(), predicted(), failed])
+    assert "images/s" not in page[page.index("<header>") : page.index("</header>")]
+    (heads,) = re.findall(r'<table id="prediction-table">.*?<thead><tr>(.*?)</tr>', page)
+    assert re.findall(r"<th[^>]*>([^<]*)</th>", heads) == ["", "predicted", "the prediction is from"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [("1x1", "on 1 rank"), ("1x2", "on 2 ranks"), ("4x8", "on 32 ranks, 8 a node"), ("2x8+1x4", "on ranks 2x8+1x4")],
+)
+def test_where_a_plan_is_for_is_told_in_words(topology: str, words: str) -> None:
+    assert describe_ranks(topology, "nccl").replace(",", "") == f"{words} over nccl".replace(",", "")
+    assert describe_ranks(topology, "") == words
 
 
 def test_hours_cost_what_a_reader_says_they_do() -> None:
@@ -441,7 +517,7 @@ def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     for event in RUN:
         sink.emit(event)
     sink.close()
-    assert "Finished after 0:21" in (tmp_path / "report.html").read_text()
+    assert "Finished after 21.0 s" in read_text((tmp_path / "report.html").read_text())
 
 
 def test_without_plotly_a_run_gives_notice_and_ends_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

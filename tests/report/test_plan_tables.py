@@ -31,7 +31,7 @@ def test_the_plan_itself_is_told_as_a_run_tells_it() -> None:
     line, *others = describe_choice(Profile(SETUP, 2.5, trials=TRIALS), "remembered")
     assert line == (
         "The step: PyTorch's kernels, launched one by one; gradients in 3 buffers under the backward pass "
-        "(by doubling) (remembered; measuring it once took 2.5 s on 2x2 over gloo)."
+        "(by doubling) (remembered; measuring it once took 2.5 s on 4 ranks, 2 a node, over gloo)."
     )
     assert [other[:4] for other in others] == ["  * ", "    ", "    "]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.events import InputChosen
 from lockstep.report.verdict import Verdict, count_missing, round_together
-from tests.report.records import ended, started, stepped
+from tests.report.records import ended, started, stepped, timeline
 
 
 def chosen(**changes: Any) -> InputChosen:
@@ -110,3 +110,18 @@ def test_the_rank_that_held_the_others_up_is_where_to_look() -> None:
     verdict.emit(started(2000.0))
     verdict.emit(ended(40, 2030.0, 30.0, **shares))
     assert "more samples per rank" in verdict.sentence()
+
+
+@pytest.mark.parametrize(("message_s", "told"), [(0.02, "ranks wait for each other"), (0.09, "lower communication")])
+def test_ranks_that_wait_for_each_other_are_told_from_slow_messages(message_s: float, told: str) -> None:
+    """By what rank 1, which joins in last, sees of a message: rank 0 only waits for it."""
+    verdict = Verdict()
+    verdict.emit(started())
+    verdict.emit(timeline(0, {"forward": 0.2, "communicate": 0.18}, [0.18]))
+    verdict.emit(timeline(1, {"forward": 0.36, "communicate": message_s}, [message_s]))
+    verdict.emit(ended(40, 1030.0, 30.0, share_compute=0.7, share_comm=0.3, share_input=0.0))
+    assert told in verdict.sentence()
+    assert "more samples per rank (a larger train.global_batch, or fewer ranks) would" in verdict.sentence()
+    verdict.emit(started(2000.0))  # resumed: what was measured before says nothing of it
+    verdict.emit(ended(40, 2030.0, 30.0, share_compute=0.7, share_comm=0.3, share_input=0.0))
+    assert verdict.sentence().endswith("lower communication")

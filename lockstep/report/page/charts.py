@@ -117,5 +117,8 @@ def sample_rows(count: int, most: int = 12) -> list[int]:
 
 
 def tell_time(seconds: object) -> str:
-    """A length of time as 0:07, 12:34 or 1:02:03; what is no number is none."""
-    return clock(number(seconds) or 0.0)
+    """A length of time with its unit: 7.2 s, 12:34 min or 1:02:03 h; what is no number is none."""
+    known = number(seconds) or 0.0
+    if known < 59.95:
+        return f"{known:.1f} s"
+    return f"{clock(known)} {'min' if known < 3599.5 else 'h'}"

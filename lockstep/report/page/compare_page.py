@@ -1,13 +1,14 @@
 """The page of runs beside each other: what came out, curves over each other, and settings that differ."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.report.compare_runs import Run, compare_results, compare_settings, list_status
+from lockstep.report.compare_runs import Run, compare_results, compare_settings, list_status, split_changes
 from lockstep.report.history import Spot, number
 from lockstep.report.page.charts import Chart, draw_curve, label
 from lockstep.report.page.document import Document, Section, build_document, build_table, escape
-from lockstep.report.phrases import percent
+from lockstep.report.phrases import count, percent
 
 COLORS = ("--blue", "--orange", "--green", "--purple", "--red", "--gray")
 DASHES = ("solid", "dash", "dot")
@@ -17,8 +18,11 @@ def build_run_comparison(runs: Sequence[Run]) -> str:
     """The page of several runs."""
     charts = _draw_curves(runs)
     settings = compare_settings(runs)
+    results, *changes = split_changes(compare_results(runs), len(runs))
+    tables = build_table(results, name="results-table", is_whole=True)
+    tables += "".join(build_table(table, name="changes-table", is_whole=True) for table in changes)
     sections = [
-        Section("results", "Results", body=build_table(compare_results(runs), name="results-table", is_whole=True)),
+        Section("results", "Results", body=tables),
         *([Section("curves", "Curves", charts=charts, switch=True)] if charts else []),
         Section("settings", "Settings that differ", body=build_table(settings, is_whole=True))
         if settings
@@ -60,10 +64,13 @@ def _draw_curves(runs: Sequence[Run]) -> list[Chart]:
             "throughput",
             "Throughput, images/s",
             _choose_steps("images_per_second"),
-            lambda value: f"{value:,.0f}",
+            count,
             from_zero,
+            which=("The medians", statistics.median),
         ),
-        _draw_over(runs, "lr", "Learning rate", _choose_steps("lr"), _show_short, from_zero),
+        _draw_over(
+            runs, "lr", "Learning rate", _choose_steps("lr"), _show_short, from_zero, which=("The highest", max)
+        ),
     ]
     return [chart for chart in charts if chart]
 
@@ -91,19 +98,21 @@ def _draw_over(
     choose: Callable[[Run], list[tuple[Spot, float]]],
     show: Callable[[float], str],
     yaxis: dict[str, Any],
+    which: tuple[str, Callable[[list[float]], float]] = ("At the end", lambda values: values[-1]),
     **more: Any,
 ) -> Chart | None:
-    traces, ends = [], []
+    """Curves with the number of each that says most of it."""
+    traces, told = [], []
     for place, run in enumerate(runs):
         points = choose(run)
         if points:
             color, dash = COLORS[place % len(COLORS)], DASHES[place // len(COLORS) % len(DASHES)]
             spots, values = [spot for spot, _ in points], [value for _, value in points]
             traces.append(draw_curve(label(run.name), spots, values, color, dash=dash, **more))
-            ends.append(f"{run.name} {show(values[-1])}")
+            told.append(f"{run.name} {show(which[1](values))}")
     if not traces:
         return None
-    return Chart(name=name, title=title, says=f"At the end: {'; '.join(ends)}.", traces=traces, layout={"yaxis": yaxis})
+    return Chart(name=name, title=title, says=f"{which[0]}: {'; '.join(told)}.", traces=traces, layout={"yaxis": yaxis})
 
 
 def build_header(what: str, names: Sequence[str]) -> str:

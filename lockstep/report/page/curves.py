@@ -205,10 +205,13 @@ def draw_throughput(history: History) -> Chart | None:
     values = sorted(value for _, value in told)
     low, middle, high = (count(values[place]) for place in (0, len(values) // 2, -1))
     says = [
-        f"The median was {middle} images/s, from {low} to {high}"
+        f"The median of its records was {middle} images/s, from {low} to {high}"
         if len(told) > 1
         else f"It was {middle} images/s at step {told[0][0].step:,}"
     ]
+    if len(told) > 1 and (all_steps := number(history.summary["T"])) is not None:  # slow steps count by their time
+        since = "all steps" if len(history.parts) == 1 else "those since the last resume"
+        says.append(f"{since} together made {count(all_steps)}")
     marks = {"evaluation": len(history.evaluations), "checkpoint": len(saved)}
     if any(marks.values()):
         marked = " and ".join(plural(times, noun) for noun, times in marks.items() if times)

@@ -26,7 +26,7 @@ from lockstep.report.page.charts import Chart, Numbers
 UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 # The space before a unit; a terminal's lines have plain ones, which any log can hold.
-UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|kB|MB|GB|J|kJ|W|kWh|images/s)(?![\w/]))")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|s|ms|min|h|kB|MB|GB|J|kJ|W|kWh|images/s)(?![\w/]))")
 
 NO_SCRIPT = '<noscript><p class="warning">The charts need JavaScript; the text under them says the same.</p></noscript>'
 

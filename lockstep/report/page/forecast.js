@@ -165,7 +165,7 @@
       ["T", count(found.value("images_per_second")), "images/s"],
       ["S", count(found.value("speed_one_rank")), "images/s of one device alone"],
       ["N", whole(found.value("devices")), found.value("devices") === 1 ? "device" : "devices"],
-      ["e", percent(found.value("efficiency")), "scaling efficiency"],
+      ["e", percent(found.value("efficiency")), "efficiency"],
     ];
     get("equation").replaceChildren(...terms.flatMap(([letter, value, unit], place) => {
       const term = element("div", undefined, "term"), sign = element("span", place === 1 ? "=" : "·", "sign");

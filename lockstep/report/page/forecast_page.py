@@ -213,6 +213,11 @@ def _tell_asked(rows: Sequence[Prediction | Impossible]) -> Section:
     return Section("asked", "As asked", lead=lead, body=body)
 
 
+def _end_sentence(text: str) -> str:
+    """A note of the terminal's, which stands behind a word there, as a sentence of its own."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
 def _tell_ground(asked: Sequence[Prediction], grid: Grid) -> Section:
     """What to know before believing it."""
     told = [
@@ -223,5 +228,5 @@ def _tell_ground(asked: Sequence[Prediction], grid: Grid) -> Section:
         "Not in it: start-up, evaluation and checkpoints; congestion, uneven links, ranks that are always slow.",
         *dict.fromkeys(note for one in asked for note in one.notes),
     ]
-    items = "".join(f"<li>{escape(text)}</li>" for text in told)
+    items = "".join(f"<li>{escape(_end_sentence(text))}</li>" for text in told)
     return Section("ground", "What it rests on", body=f"<ul>{items}</ul>", short="Assumptions")

@@ -28,8 +28,10 @@ def tell_layers(history: History) -> Section | None:
     charts = [chart for field, name, title in maps if (chart := _draw_map(measured, layers, field, name, title))]
     if not charts:
         return None
-    lead = "A row for each layer, in the order in which gradients become ready, the last at the top; powers of ten, "
-    lead += "and a gap where it is zero."
+    lead = (
+        "A row for each layer, the first one after the image at the top and the classifier at the bottom. Colours go "
+    )
+    lead += "by powers of ten, with a gap where it is zero."
     return Section("layers", "Layer by layer", lead=lead, charts=charts, short="Layers")
 
 

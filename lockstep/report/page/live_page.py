@@ -12,7 +12,7 @@ from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_section
 from lockstep.report.page.run_page import build_header, tell_warnings
 from lockstep.report.page.time_spent import tell_spent
-from lockstep.report.phrases import count, describe_silence, percent
+from lockstep.report.phrases import count, percent
 from lockstep.report.time_left import TimeLeft
 
 WAITING = '<p class="kind">Lockstep · live</p><h1>Waiting for the first record</h1>'
@@ -71,5 +71,4 @@ def describe_now(history: History) -> str:
         parts.append(f"about {tell_time(left.seconds())} left")
     except (LockstepError, KeyError, TypeError, ValueError, ArithmeticError):  # a configuration of another version
         pass
-    silence = describe_silence(max(event.time_s for event in history.parts[-1]))
-    return " ".join(filter(None, (f"{', '.join(parts)}.", silence)))
+    return f"{', '.join(parts)}."

@@ -6,7 +6,7 @@ const lockstep = (() => {
     light: [[0, "#dfe9f3"], [0.35, "#a9c6e2"], [0.7, "#4d82bb"], [1, "#173f74"]],
     dark: [[0, "#22344c"], [0.35, "#2d5380"], [0.7, "#5f9bdd"], [1, "#dbe9fa"]],
   };
-  const axisTitles = { step: "step", epoch: "epoch", wall: "" };
+  const axisTitles = { step: "step", epoch: "epoch", wall: "minutes:seconds" };
   const oneRow = 29;  // pixels that a legend of one row is high
   let axis = "step";
 
@@ -76,6 +76,7 @@ const lockstep = (() => {
         if (x !== null) { first = Math.min(first, x); last = Math.max(last, x); }
       }));
       if (axis === "wall") Object.assign(layout.xaxis, clockTicks(last));
+      if (axis === "wall" && last >= 3600) layout.xaxis.title.text = "hours:minutes:seconds";
       if (axis === "step" && last - first <= 10) layout.xaxis.dtick = 1;  // or there would be halves of steps
       const room = (last - first) * 0.02;
       if (last > first && traces[0].type === "scatter") layout.xaxis.range = [first - room, last + room];
@@ -165,6 +166,14 @@ const lockstep = (() => {
     clearTimeout(wait);
     wait = setTimeout(again, 100);
   });
+  let onScreen = "light";
+  // Paper is white, and printed before any promise is kept: `draw` does all that can be seen before it first waits.
+  addEventListener("beforeprint", () => {
+    onScreen = document.documentElement.dataset.theme;
+    setTheme("light", false);
+    if (window.Plotly) charts.forEach(draw);
+  });
+  addEventListener("afterprint", () => { setTheme(onScreen, false); again(); });
   const bind = () => document.querySelectorAll('input[name="axis"]').forEach((input) => {
     input.checked = input.value === axis;
     input.addEventListener("change", () => { axis = input.value; again(); });

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.events import StepDone
 from lockstep.report.history import History, find_input, find_plan, number
 from lockstep.report.page.document import Section, escape, tell
-from lockstep.report.phrases import describe_measuring, explain_slower, plural
+from lockstep.report.phrases import describe_measuring, describe_ranks, explain_slower, plural
 
 MOST_TRIALS = 24
 CHOSEN = ' class="chosen" aria-label="chosen"'
@@ -21,10 +21,10 @@ def tell_plan(history: History) -> Section | None:
     sentences, tables = [], ""
     if plan is not None:
         how = f"{plan.execution}; gradients in {plan.reduction}" if plan.reduction else plan.execution
-        where = f"{plan.topology}{f' over {plan.backend}' if plan.backend else ''}"
+        where = describe_ranks(plan.topology, plan.backend)
         since = describe_measuring(plan.source, plan.seconds) if plan.source in ("measured", "remembered") else ""
         how = how[:1].upper() + how[1:]
-        sentences.append(f"{how} ({f'{since} on ' if since else 'on '}{where}).")
+        sentences.append(f"{how} ({f'{since} ' if since else ''}{where}).")
         trials = [read for trial in plan.trials if (read := _read_trial(trial))]
         timed = sorted((trial for trial in trials if trial["seconds"]), key=lambda trial: trial["seconds"])
         if len({trial["execution"] for trial in timed}) == 1:  # no need to say it in every line

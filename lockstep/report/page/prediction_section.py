@@ -1,6 +1,7 @@
 """What was predicted for a run beside what it measured: two bars, a table, and the assumption that was wrong."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.plan.hindsight import Row, look_back
@@ -45,7 +46,8 @@ def tell_prediction(history: History) -> Section | None:
     notes = [told.beside] if told.beside else []
     if told.assumptions:
         notes.append(f"Assumed: {'; '.join(told.assumptions)}.")
-    body = build_table(_tell_rows(told.rows), name="prediction-table", is_whole=True)
+    rows = _tell_rows(told.rows)
+    body = build_table(rows if told.is_compared else _leave_out(rows, [2, 3]), name="prediction-table", is_whole=True)
     body += "".join(f"<p>{tell(note)}</p>" for note in notes)
     return Section(
         "prediction",
@@ -77,12 +79,12 @@ def _draw_part(row: Row) -> dict[str, Any]:
 
 
 def _tell_rows(rows: Sequence[Row]) -> Numbers:
-    heads = ["", "predicted", "measured", "measured / predicted", "the prediction is from"]
+    heads = ["", "predicted", "measured", "factor", "the prediction is from"]
     return Numbers(
         heads,
         [
             [
-                row.name,
+                f"{row.name}, {row.unit}" if row.unit == "images/s" else row.name,
                 _tell(row, row.predicted),
                 "–" if row.measured is None else _tell(row, row.measured),
                 "–" if row.ratio is None else f"{row.ratio:.2f}",
@@ -94,6 +96,14 @@ def _tell_rows(rows: Sequence[Row]) -> Numbers:
     )
 
 
+def _leave_out(numbers: Numbers, columns: Sequence[int]) -> Numbers:
+    """The table without what is not known of any row."""
+    heads, *rows = [
+        [cell for place, cell in enumerate(row) if place not in columns] for row in (numbers.heads, *numbers.rows)
+    ]
+    return replace(numbers, heads=heads, rows=rows)
+
+
 def _tell(row: Row, value: float) -> str:
     match row.unit:
         case "s":
@@ -102,4 +112,4 @@ def _tell(row: Row, value: float) -> str:
             return percent(value)
         case "bytes":
             return size(round(value))
-    return f"{count(value)} images/s"
+    return count(value)

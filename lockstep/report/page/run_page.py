@@ -15,6 +15,7 @@ from lockstep.report.page.document import Document, Section, build_document, bui
 from lockstep.report.page.layers import tell_layers
 from lockstep.report.page.plan_section import tell_plan
 from lockstep.report.page.prediction_section import tell_prediction
+from lockstep.report.page.ranks import tell_ranks
 from lockstep.report.page.samples import tell_ledger, tell_mistakes
 from lockstep.report.page.time_spent import tell_spent, tell_timeline
 from lockstep.report.phrases import brief, count, count_parameters, percent, plural
@@ -46,6 +47,7 @@ def build_report(events: Iterable[Event], price: float | None = None) -> str:
     told = [
         Section("curves", "Training", charts=curves, switch=True) if curves else None,
         tell_spent(history),
+        tell_ranks(history),
         tell_timeline(history),
         tell_plan(history),
         tell_prediction(history),
@@ -114,7 +116,7 @@ def describe_state(history: History) -> str:
     summary, ended = history.summary, history.ended
     after = f"after {tell_time(summary['wall_s'])} and {plural(summary['steps'], 'step')}"
     resumed = summary["resumed"]
-    parts = f" It was resumed {plural(resumed, 'time')}." if resumed else ""
+    parts = f" It was resumed {'once' if resumed == 1 else plural(resumed, 'time')}." if resumed else ""
     if history.is_predicted:
         return f"{PREDICTION} It would take {tell_time(summary['wall_s'])} for {plural(summary['steps'], 'step')}."
     if ended is None:
@@ -144,7 +146,7 @@ def _list_facts(summary: dict[str, Any], is_predicted: bool) -> list[tuple[str, 
         )
     running, speed = ("Predicted time", "Predicted throughput") if is_predicted else ("Running time", "Throughput")
     facts.append((running, tell_time(summary["wall_s"]), tell_epochs(summary["epochs"])))
-    if summary["T"] is not None:
+    if summary["T"]:  # a run that failed at its first step has none
         facts.append((speed, f"{count(summary['T'])}", "images/s"))
     if (scale := summary["noise_scale"]) is not None:
         beside = f"noise scale; {scale['last']:,.0f} at the end"
@@ -164,7 +166,7 @@ def _build_equation(summary: dict[str, Any]) -> str:
         ("T", count(summary["T"]), "images/s"),
         ("S", count(summary["S"]), "images/s of one rank alone"),
         ("N", f"{summary['N']:,}", "rank" if summary["N"] == 1 else "ranks"),
-        ("e", percent(summary["e"]), "scaling efficiency"),
+        ("e", percent(summary["e"]), "efficiency"),
     )
     shown = [
         f'<div class="term"><span class="letter">{letter}</span><b>{escape(value)}</b><span>{escape(unit)}</span></div>'

@@ -10,6 +10,7 @@ from lockstep.report.history import number
 from lockstep.report.page.charts import Chart, Numbers, label, tell_time
 from lockstep.report.page.compare_page import COLORS, DASHES
 from lockstep.report.page.document import Document, Section, build_document, build_table, escape
+from lockstep.report.page.log_axis import build_log_axis
 from lockstep.report.sweep_rows import Place, Row, Spread, find_places, phrase_settings, show_value, tabulate
 
 BATCH = "train.global_batch"
@@ -78,9 +79,17 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
         xaxis |= {"type": "log"} if ticks[0] > 0 and ticks[-1] >= MANY_TIMES * ticks[0] else {}
     else:
         xaxis |= {"type": "category"}
+    has_spread = any(spread.deviation is not None for found in groups.values() for _, spread in found)
     means = [spread.mean for found in groups.values() for _, spread in found if spread.mean]
+    ends = [
+        spread.mean + side * (spread.deviation or 0.0)
+        for found in groups.values()
+        for _, spread in found
+        for side in (-1, 1)
+        if spread.mean is not None
+    ]
     is_wide = not is_share and bool(means) and max(means) >= MANY_TIMES * min(means)
-    yaxis: dict[str, Any] = {"tickformat": ".4~%"} if is_share else {"type": "log"} if is_wide else {}
+    yaxis: dict[str, Any] = {"tickformat": ".4~%"} if is_share else build_log_axis(ends) if is_wide else {}
     return Chart(
         name=what.replace("_", "-"),
         title=title,
@@ -89,7 +98,9 @@ def draw_places(sweep: SweepFile, places: Sequence[Place], what: str) -> Chart |
         layout={"xaxis": xaxis, "yaxis": yaxis},
         height=420,
         wide=True,
-        note="Points are means over seeds, bars one standard deviation each way.",
+        note="Points are means over seeds, bars one standard deviation each way."
+        if has_spread
+        else "Each point is a single seed: how far seeds lie apart is not known.",
     )
 
 

@@ -1,6 +1,6 @@
 """Where the time of a run went: as a whole, and in a few steps of each rank."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.events import StartedUp, TimelineTaken
@@ -29,10 +29,13 @@ SPAN_COLORS = {
     "other": "--faint",
 }
 PALE = ("--faint", "--sky")  # in both themes, so that their text is that of the page
+# As the shares of the time are called; in a narrow bar there is room for a span's own name alone.
+SPAN_NAMES = {"input": KINDS["input"][0], "communicate": KINDS["communication"][0]}
 BESIDE_COLORS = {"input": "--green", "all-reduce": "--orange"}
 BESIDE_NAMES = {"input": "batch made", "all-reduce": "buffer summed"}
 MOST_RANKS, MOST_ROWS, MOST_ROWS_A_RANK = 8, 32, 10
 MOST_SPANS = 4000
+OWN_CLOCKS = " Ranks have no clock in common: the time of each begins with its own first step."
 LEAST_SHARE = 5e-4  # of the time; less would be shown as 0.0 %
 
 
@@ -45,7 +48,8 @@ def tell_spent(history: History) -> Section | None:
         return None
     shown = [kind for kind in KINDS if totals[kind] > LEAST_SHARE * total]
     verdict = judge(history.parts[-1]).sentence()
-    verdict = f"Of the steps alone: {verdict}" if verdict else ""  # the shares above are of all the time
+    whose = "Of the steps alone" if len(spent) == 1 else "Of the steps since the last resume"
+    verdict = f"{whose}: {verdict}" if verdict else ""  # the shares above are of all the time
     sentences = describe_spent(history.ended, verdict) if history.ended else [f"{verdict}."] * bool(verdict)
     sentences += [describe_startup(event) for event in history.parts[-1] if isinstance(event, StartedUp)]
     body = "".join(f"<p>{tell(sentence)}</p>" for sentence in filter(None, sentences))
@@ -62,7 +66,7 @@ def tell_spent(history: History) -> Section | None:
             "yaxis": {
                 "autorange": "reversed",
                 "tickvals": list(range(len(spent))),
-                "ticktext": [f"part {place + 1}" for place in range(len(spent))],
+                "ticktext": _name_parts(history),
                 "showgrid": False,
                 "showticklabels": len(spent) > 1,
             },
@@ -76,6 +80,15 @@ def tell_spent(history: History) -> Section | None:
     )
     title = "Where the time would go" if history.is_predicted else "Where the time went"
     return Section("spent", title, charts=[chart], body=body, short="Time")
+
+
+def _name_parts(history: History) -> list[str]:
+    """How each part began, and its ranks where another part had others."""
+    sizes = [start.world_size for start in history.starts]
+    names = ["started", *(["resumed"] * (len(sizes) - 1))]
+    if len(set(sizes)) == 1:
+        return names
+    return [f"{name}, {plural(size, 'rank')}" for name, size in zip(names, sizes, strict=True)]
 
 
 def _draw_spent(kind: str, spent: list[Spent]) -> dict[str, Any]:
@@ -118,12 +131,13 @@ def tell_timeline(history: History) -> Section | None:
                 "showgrid": False,
             },
             "uniformtext": {"mode": "hide", "minsize": 10},
-            "shapes": [_draw_edge(start_s) for start_s in _find_edges(shown[0])],
+            "shapes": [_draw_edge(start_s, rows, one.rank) for one in shown for start_s in _find_edges(one)],
         },
         height=130 + 34 * len(rows),
         wide=True,
         numbers=_tell_lanes(shown),
         note=_explain_rows({span["lane"] for _, span in spans})
+        + (OWN_CLOCKS if len(shown) > 1 and not history.is_predicted else "")
         + (f" The first {len(shown)} of {len(timelines)} ranks are shown." if len(timelines) > len(shown) else ""),
     )
     return Section("timeline", "A few steps, rank by rank", charts=[chart], short="Timeline")
@@ -179,15 +193,28 @@ def _draw_spans(
         if height is None:
             continue
         is_step = span["lane"] == "step"
-        name = span["name"] if is_step else BESIDE_NAMES.get(span["lane"], f"beside: {span['lane']}")
+        name = (
+            SPAN_NAMES.get(span["name"], span["name"])
+            if is_step
+            else BESIDE_NAMES.get(span["lane"], f"beside: {span['lane']}")
+        )
         color = (SPAN_COLORS if is_step else BESIDE_COLORS).get(span["name"] if is_step else span["lane"], "--gray")
         trace = traces.setdefault(name, _begin_spans(name, color, is_step))
         trace["base"].append(round(span["start_s"] * 1e3, 4))
         trace["x"].append(round((span["end_s"] - span["start_s"]) * 1e3, 4))
         trace["y"].append(height)
         trace["text"].append(label(span["name"]))
-    order = list(SPAN_COLORS)
+    _hide_unseen(traces.values())
+    order = [SPAN_NAMES.get(name, name) for name in SPAN_COLORS]
     return sorted(traces.values(), key=lambda trace: order.index(trace["name"]) if trace["name"] in order else 99)
+
+
+def _hide_unseen(traces: Iterable[dict[str, Any]]) -> None:
+    """What is too short to be seen has no place in the legend."""
+    lengths = [sum(trace["x"]) for trace in traces]
+    for trace, length in zip(traces, lengths, strict=True):
+        if not length > LEAST_SHARE * sum(lengths):
+            trace["showlegend"] = False
 
 
 def _begin_spans(name: str, color: str, is_step: bool) -> dict[str, Any]:
@@ -219,10 +246,12 @@ def _find_edges(timeline: TimelineTaken) -> list[float]:
     return sorted(starts.values())[1:100]
 
 
-def _draw_edge(start_s: float) -> dict[str, Any]:
+def _draw_edge(start_s: float, rows: Sequence[tuple[int, str]], rank: int) -> dict[str, Any]:
+    """Through the rows of that rank alone."""
     x = start_s * 1e3
+    own = [place for place, (one, _) in enumerate(rows) if one == rank]
     line = {"color": "--ink", "width": 1, "dash": "dot"}
-    return {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": line}
+    return {"type": "line", "x0": x, "x1": x, "y0": own[0] - 0.5, "y1": own[-1] + 0.5, "line": line}
 
 
 def _sum_spans(timeline: TimelineTaken) -> dict[str, float]:
@@ -237,7 +266,11 @@ def _sum_spans(timeline: TimelineTaken) -> dict[str, float]:
 def _say_timeline(timeline: TimelineTaken, total: float, took: str) -> str:
     sums = _sum_spans(timeline)
     known = {name: seconds for name, seconds in sums.items() if seconds > LEAST_SHARE * total}
-    shares = ", ".join(f"{name} {percent(seconds / total)}" for name, seconds in known.items()) if total > 0 else ""
+    shares = (
+        ", ".join(f"{SPAN_NAMES.get(name, name)} {percent(seconds / total)}" for name, seconds in known.items())
+        if total > 0
+        else ""
+    )
     beside = f": {shares}" if shares else ""
     return f"{plural(timeline.num_steps, 'step')} of rank {timeline.rank} {took} {total * 1e3:,.2f} ms{beside}."
 
@@ -245,6 +278,8 @@ def _say_timeline(timeline: TimelineTaken, total: float, took: str) -> str:
 def _tell_lanes(shown: list[TimelineTaken]) -> Numbers:
     sums = {timeline.rank: _sum_spans(timeline) for timeline in shown}
     names = list(dict.fromkeys(name for one in sums.values() for name in one))
-    rows = [[name, *(f"{sums[rank].get(name, 0.0) * 1e3:,.2f}" for rank in sums)] for name in names]
+    rows = [
+        [SPAN_NAMES.get(name, name), *(f"{sums[rank].get(name, 0.0) * 1e3:,.2f}" for rank in sums)] for name in names
+    ]
     rows.append(["together", *(f"{sum(one.values()) * 1e3:,.2f}" for one in sums.values())])
     return Numbers(["milliseconds", *(f"rank {rank}" for rank in sums)], rows)
