@@ -13,5 +13,9 @@ class Diverged(SharedError):
     """Training itself went wrong, and would again with these settings: numbers that are not finite, or a stall."""
 
 
+class LostContact(LockstepError):
+    """Another rank is lost, and this one cannot go on without it."""
+
+
 class Stop(Exception):
     """Raised by whoever listens to a run: it ends after the step at hand, with a checkpoint, as if interrupted."""

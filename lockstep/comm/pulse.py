@@ -10,13 +10,15 @@ looks at one rank's pulse all the time.
 
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -30,6 +32,9 @@ LISTEN_S = 3.0
 FORMAT = re.compile(r"(\d{1,15}) (\d{1,15}) (\d{1,15}) (on|left) ([!-~]{0,300})", re.ASCII)
 LOSS_FORMAT = re.compile(r"(\d{1,9}) (\d{1,15}) (\d{1,15}) ([!-~]{0,300})", re.ASCII)
 LOSS_KEY = "lockstep/lost"  # the rank that one of the others found to be lost
+FAILED_KEY = "lockstep/failed"  # which rank failed by itself, and its sentence; the last to write stands
+FAILED_FORMAT = re.compile(r"(\d{1,9}) ([ -~]{2,3600})", re.ASCII)
+MOST_WORDS = 500  # letters of such a sentence: each may take six in JSON, and a sealed value has a limit
 LEFT_KEY = "lockstep/left"  # how many have left in good order
 LEAVE_S = 20.0
 ANSWER_S = 3.0  # for the store: it answers in milliseconds, or never
@@ -53,6 +58,13 @@ class Beat(NamedTuple):
         return self.beats + self.num_replays
 
 
+class Failed(NamedTuple):
+    """A rank that could not go on, and its own sentence on why."""
+
+    rank: int
+    why: str
+
+
 class Lost(NamedTuple):
     """The rank that the others wait for, and the first buffer it never sent."""
 
@@ -64,6 +76,7 @@ class Lost(NamedTuple):
 
 
 NEVER = Beat(0, 0, 0)  # of a rank that has not beaten yet
+Answer = TypeVar("Answer")
 
 
 class Pulse:
@@ -87,7 +100,7 @@ class Pulse:
         self._found: Lost | None = None  # by this rank, for all others to read
         self.rounds = 0  # that the thread has made; it stands still where the store does not answer
         self.is_cut = False  # the store has hung up
-        self.is_ending = False  # this rank has failed and is about to say why: it waits for nobody any more
+        self.is_ending = False  # this rank cannot go on and is about to say why: it waits for nobody any more
         self.reported: Lost | None = None  # by any rank
         self._process = name_process(os.getpid())
         self._stop = threading.Event()
@@ -123,6 +136,21 @@ class Pulse:
                 time.sleep(0.02)
                 num_left = self._store.add(LEFT_KEY, 0)
 
+    def fail(self, why: str) -> None:
+        """This rank cannot go on. `why` is for those who miss it; empty where it is they who know."""
+        if self.is_ending:
+            return
+        self.is_ending = True
+        if why:
+            value = self._seal.close(FAILED_KEY, f"{self._rank} {json.dumps(why[:MOST_WORDS])}").decode()
+            _ask(lambda: self._store.set(FAILED_KEY, value), ANSWER_S)
+
+    def find_failed(self) -> Failed | None:
+        """The rank that said why it could not go on, if any has."""
+        answers = _ask(lambda: peek(self._store, FAILED_KEY), ANSWER_S)
+        value = answers[0] if answers else None
+        return parse_failed(self._seal.open(FAILED_KEY, value)) if value is not None else None
+
     def close(self) -> None:
         """Stop beating."""
         self._stop.set()
@@ -134,10 +162,7 @@ class Pulse:
         Whoever finds a dead rank first tells all others: it ends itself then, and must not be taken for the lost one.
         A store behind a cut network never answers, and no question to it has an end: it is taken for gone.
         """
-        found: list[Lost | None] = []
-        asking = threading.Thread(target=lambda: found.append(self._find_lost()), name="lockstep-lost", daemon=True)
-        asking.start()
-        asking.join(LISTEN_S + ANSWER_S)
+        found = _ask(self._find_lost, LISTEN_S + ANSWER_S)
         return found[0] if found else self.lose_keeper()
 
     def _find_lost(self) -> Lost | None:
@@ -260,6 +285,32 @@ def parse_loss(text: str | None) -> Lost | None:
         return None
     rank, step, buffer, process = found.groups()
     return Lost(int(rank), True, int(step), int(buffer), process)
+
+
+def parse_failed(text: str | None) -> Failed | None:
+    """What `fail` writes, and nothing else; a sentence that cannot be printed is none."""
+    found = FAILED_FORMAT.fullmatch(text) if text is not None else None
+    if found is None:
+        return None
+    try:
+        why = json.loads(found[2])
+    except (ValueError, RecursionError):
+        return None
+    return Failed(int(found[1]), why) if isinstance(why, str) and why.isprintable() else None
+
+
+def _ask(question: Callable[[], Answer], limit_s: float) -> list[Answer]:
+    """The store's answer; none where it is gone, or does not come in time: a question to a store has no end itself."""
+    answers: list[Answer] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(question())
+
+    asking = threading.Thread(target=ask, name="lockstep-ask", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return answers[:1]
 
 
 def lose(rank: int, beat: Beat, *, is_dead: bool = True) -> Lost:

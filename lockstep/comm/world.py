@@ -33,7 +33,7 @@ from lockstep.comm.meeting import (
 )
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, LostContact, SharedError
 from lockstep.restarts import can_restart
 from lockstep.terminal import say
 
@@ -78,6 +78,12 @@ class World:
         """Wait for every rank."""
         if self.size > 1:
             dist.barrier()
+
+    def note_failure(self, error: BaseException) -> None:
+        """This rank cannot go on; the others shall know why, unless they do, or another was lost before it."""
+        if self.pulse:
+            is_own = isinstance(error, LockstepError) and not isinstance(error, SharedError | LostContact)
+            self.pulse.fail(str(error) if is_own else "")
 
     def broadcast_value(self, value: Any, source: int = 0) -> Any:
         """One rank's plain value on every rank, by `values.py`: tuples become lists, also in a world of one."""

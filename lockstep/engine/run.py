@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from lockstep.comm.lookout import Lookout
-from lockstep.comm.pulse import Lost, Pulse, end_process
+from lockstep.comm.pulse import Failed, Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
 from lockstep.config import RunConfig, to_toml
 from lockstep.data.sources import IMAGE_SUFFIXES, check_root, hash_labels
@@ -39,7 +39,7 @@ from lockstep.engine.starting import (
     settle_like,
 )
 from lockstep.engine.trainer import Status, StopRequest, Trainer
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import LockstepError, LostContact, SharedError
 from lockstep.events import Notice, Sink
 from lockstep.files import read_small, write_whole
 from lockstep.processes import answer_signals, end_on_second, note_stop, say_last
@@ -82,6 +82,7 @@ def run_rank(
         # Outermost but for the world: a launcher that stops the survivors must not cut off what they have to say.
         watch_signals(is_guest=is_guest) as stop,
         watch_ranks(world, config.comm.timeout_s),
+        noting_failure(world),
         explain_failures(world),
         ExitStack() as held,
     ):
@@ -319,6 +320,16 @@ def watch_signals(*, is_guest: bool = False) -> Iterator[StopRequest]:
 
 
 @contextmanager
+def noting_failure(world: World) -> Iterator[None]:
+    """Let the other ranks know why this one ends, as far as it can say."""
+    try:
+        yield
+    except BaseException as error:
+        world.note_failure(error)
+        raise
+
+
+@contextmanager
 def explain_failures(world: World) -> Iterator[None]:
     """Turn what the engines below raise for outside causes into one sentence."""
     try:
@@ -342,7 +353,7 @@ def explain_failures(world: World) -> Iterator[None]:
             raise LockstepError(_describe_want(world)) from error
         if not any(words in str(error) for words in LOST_CONTACT):
             raise
-        raise LockstepError(describe_loss(world.rank, world.pulse)) from error
+        raise LostContact(describe_loss(world.rank, world.pulse)) from error
 
 
 def _describe_want(world: World) -> str:
@@ -361,7 +372,7 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         world.pulse,
         followed,
         timeout_s=timeout_s,
-        end=partial(end_rank, world.rank),
+        end=partial(end_rank, world.rank, world.pulse),
         has_given_up=has_timed_out,
         is_stuck=torch.distributed.get_backend() == "nccl",
     )
@@ -371,15 +382,23 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         lookout.close()
 
 
-def end_rank(rank: int, lost: Lost | None) -> None:
+def end_rank(rank: int, pulse: Pulse, lost: Lost | None) -> None:
     """Say who is lost and end this process at once: its main thread may never come back from the device."""
-    say_last(f"lockstep: {phrase_loss(rank, lost)}")
+    failed = pulse.find_failed()
+    say_last(f"lockstep: {phrase_failed(rank, failed) if failed else phrase_loss(rank, lost)}")
     os._exit(1)
 
 
 def describe_loss(rank: int, pulse: Pulse | None) -> str:
-    """Who is missing after a failed all-reduce, as far as the pulses tell; one that is stopped is ended."""
+    """Who is missing after a failed all-reduce: by its own word, or as far as the pulses tell."""
+    if pulse and (failed := pulse.find_failed()):
+        return phrase_failed(rank, failed)
     return phrase_loss(rank, pulse.find_lost() if pulse else None)
+
+
+def phrase_failed(rank: int, failed: Failed) -> str:
+    """The sentence on a rank that could say why it did not go on."""
+    return f"Rank {failed.rank} could not go on, and rank {rank} stopped with it: {failed.why}"
 
 
 def phrase_loss(rank: int, lost: Lost | None) -> str:

@@ -141,8 +141,7 @@ class Trainer:
             with self.explain():
                 status = self._train(start)
         except BaseException as error:
-            if self.world.pulse:
-                self.world.pulse.is_ending = True
+            self.world.note_failure(error)
             with contextlib.suppress(Exception):  # this error is the one to tell
                 self.keeper.settle()
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
@@ -157,6 +156,7 @@ class Trainer:
     def _train(self, start: float) -> Status:
         chosen = self._choose_plan()
         step = self._apply(chosen)
+        self.parts.reducer.count_from(self.state.step)  # trials have counted theirs
         self.startup.mark("plan")
         num_samples, is_recorded = self.sources.train.num_samples, chosen.plan.execution.recorded
         self.anchors = build_anchors(self.config, self.parts, self.world, num_samples, is_recorded, self._warn)
@@ -219,7 +219,6 @@ class Trainer:
         state, parts, clock = self.state, self.parts, self.parts.clock
         if parts.loss_scale:
             self.doctor = Doctor(parts.layout, parts.loss_scale)
-        parts.reducer.count_from(state.step)
         parts.note[SLOW].fill_(self.is_slow)
         clock.take()
         while not self._is_last:

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm import pulse as module
-from lockstep.comm.pulse import Lost, Pulse, end_process, parse_beat
+from lockstep.comm.pulse import Failed, Lost, Pulse, end_process, parse_beat, parse_failed
 from lockstep.comm.seal import Seal
 from tests.strangers import Replaying
 
@@ -36,6 +36,43 @@ def pulses() -> Iterator[list[Pulse]]:
 
 def test_living_ranks_at_the_same_place_are_not_lost(pulses: list[Pulse]) -> None:
     assert pulses[0].find_lost() is None
+
+
+def test_a_rank_that_could_not_go_on_is_named_with_its_own_sentence(pulses: list[Pulse]) -> None:
+    assert pulses[0].find_failed() is None
+    pulses[1].fail("The file näh.jpeg cannot be read; " + "x" * 600)
+    pulses[1].fail("a second word")
+    pulses[2].fail("")  # it knows of rank 1
+    assert pulses[0].find_failed() == Failed(1, ("The file näh.jpeg cannot be read; " + "x" * 600)[:500])
+    assert all(pulse.is_ending == (pulse is not pulses[0]) for pulse in pulses)
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "1", "x {}", '1 "', "1 {}", '1 "\\u001b[2J"', '1 "\\ud800"', "1 " + "[" * 3000, '1 "a" b']
+)
+def test_a_sentence_that_no_rank_writes_is_none(text: str | None) -> None:
+    assert parse_failed(text) is None
+
+
+def test_a_store_that_does_not_answer_holds_up_no_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    pulse = Pulse(HashStore(), 0, 2)
+    monkeypatch.setattr(pulse, "_store", Hanging())
+    begun = time.monotonic()
+    pulse.fail("why")
+    assert pulse.find_failed() is None
+    assert time.monotonic() - begun < 5
+
+
+class Hanging:
+    """A store whose keeper is stopped."""
+
+    def set(self, key: str, value: str) -> None:
+        time.sleep(20)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        time.sleep(20)
+        return b""
 
 
 def test_a_rank_that_stops_beating_is_named_with_the_buffer_it_never_sent(pulses: list[Pulse]) -> None:

@@ -1,8 +1,12 @@
 """Networks as a user writes them, named in recipes as `tests.engine.own_networks:NAME`."""
 
+import os
+
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lockstep.errors import LockstepError
 
 
 class Block(nn.Module):
@@ -75,4 +79,20 @@ class Waiting(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = images.mean((2, 3))
         logits: Tensor = self.head(x / max(1.0, x.abs().max().item()))
+        return logits
+
+
+class Failing(nn.Module):
+    """A network that one of two ranks cannot run, once steps are under way."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, num_classes)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 2 and os.environ.get("RANK") == "1":
+            raise LockstepError("The disk of nobody’s images is full; free some.")
+        logits: Tensor = self.head(images.mean((2, 3)))
         return logits

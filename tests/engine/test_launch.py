@@ -295,6 +295,19 @@ def test_what_would_fail_again_is_not_tried_again(images: Path, tmp_path: Path) 
     assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
 
 
+def test_why_one_rank_could_not_go_on_is_said_by_all_and_told_by_the_run(images: Path, tmp_path: Path) -> None:
+    """And not that it stopped answering, which is all that the others see."""
+    folder = tmp_path / "run"
+    own = [*tiny_settings(images), "model={name = 'tests.engine.own_networks:Failing'}", "comm.tune_s=0"]
+    settings = [f"--set={setting}" for setting in own]
+    status, out, err = commands.run("train", "quickstart", "--ranks=2", f"--out={folder}", *settings)
+    why = "The disk of nobody’s images is full; free some."
+    assert (status, "Traceback" in out + err) == (1, False), err
+    assert f"lockstep: {why}" in err
+    (ended,) = (event for event in commands.events(folder) if isinstance(event, RunEnded))
+    assert ended.reason == f"Rank 1 could not go on, and rank 0 stopped with it: {why}"
+
+
 def test_ranks_that_are_lost_after_the_last_step_leave_a_finished_run(images: Path, tmp_path: Path) -> None:
     """Started again, they find nothing to do, or the last word still to say; by hand it is a sentence."""
     folder = tmp_path / "run"
