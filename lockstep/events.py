@@ -274,6 +274,7 @@ class RunEnded(Event):
     share_comm: float
     share_input: float
     reason: str = ""
+    diverged: bool = False  # whether it failed because training itself went wrong, and would again
     straggler: str = ""  # the sentence that names who held the others up, if anyone did
     startup_s: float = 0.0  # of `wall_s`: from the start to the first step
     evaluate_s: float = 0.0

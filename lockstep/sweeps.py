@@ -140,8 +140,12 @@ class Sweep:
 
     @property
     def num_trials(self) -> int:
-        """All trials, those of the second stage too that are not known yet."""
-        return len(self.trials) + len({trial.place for trial in self.trials}) * len(self.file.confirm)
+        """All trials, those of a second stage too that are not known yet."""
+        groups = self.places()
+        second_to_come = [
+            not group[-1].is_confirming and not all(self.row(trial).is_settled for trial in group) for group in groups
+        ]
+        return sum(map(len, groups)) + len(self.file.confirm) * sum(second_to_come)
 
     def settle(self, trial: Trial, status: Status, reason: str = "") -> Row:
         """Note how a trial ended, on disk where that can be written."""

@@ -243,6 +243,16 @@ def test_a_trial_that_ends_badly_is_a_row_and_the_sweep_goes_on(runs: Runs, tmp_
     assert runs.taken == names[1:3]
 
 
+def test_a_cell_without_a_best_has_no_second_stage_to_wait_for(runs: Runs, tmp_path: Path) -> None:
+    sweep = start(tmp_path)
+    assert sweep.num_trials == 2 * 2 * (3 + 2)
+    runs.bad = {trial.folder: Diverged("The loss became nan.") for trial in sweep.trials[:3]}
+    lines: list[str] = []
+    assert work(sweep, lines.append)
+    assert lines[-1].startswith("18 of 18, about 0:00 left")
+    assert "18 of 18 trials are done" in sweep.phrase_go_on()
+
+
 def test_averaged_weights_count_where_they_are_asked_for(runs: Runs, tmp_path: Path) -> None:
     """Their accuracy here is the greater, the worse the weights' own is, and they reach the target at step 40."""
     text = PLAIN.replace("confirm = [1, 2]", "confirm = []").replace("[grid]", "[set]\noptim.average = 0.9\n[grid]")
