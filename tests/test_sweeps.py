@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from lockstep import api, sweeps
 from lockstep.api import Asked, Ended
 from lockstep.cli import app
+from lockstep.config import USUAL_PASS
 from lockstep.errors import Diverged, LockstepError
 from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
@@ -517,3 +518,7 @@ def test_every_experiment_is_a_sweep_that_can_be_started(path: Path) -> None:
         for place in {t.place for t in trials}
     }
     assert len(numbers) == 1  # as many trials for each cell
+    for _, config in (load_recipe(recipe, trial.settings) for trial in trials):
+        # What a GPU finds quickest must not decide how many samples batch norm sees: cells would differ by it.
+        train = config.train
+        assert train.global_batch <= USUAL_PASS or train.max_batch_per_rank or train.norm_batch or train.accumulate
