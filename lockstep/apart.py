@@ -17,8 +17,8 @@ from typing import IO, Literal
 
 from lockstep.engine.listener import Ear, OnEvent, warn_aside
 from lockstep.engine.starting import has_finished
-from lockstep.errors import LockstepError
-from lockstep.events import Event
+from lockstep.errors import Diverged, LockstepError
+from lockstep.events import Event, RunEnded
 from lockstep.processes import LAUNCHER, answer_signals
 from lockstep.report.follow import Follower
 
@@ -37,7 +37,7 @@ def run_apart(arguments: list[str], folder: Path, on_event: OnEvent | None, *, q
     threads = [_pass_on(process.stderr, lambda: sys.stderr, words.append)]
     if process.stdout is not None:
         threads.append(_pass_on(process.stdout, lambda: sys.stdout))
-    has_asked = False
+    has_asked = has_diverged = False
 
     def ask() -> None:
         nonlocal has_asked
@@ -49,8 +49,10 @@ def run_apart(arguments: list[str], folder: Path, on_event: OnEvent | None, *, q
     with _ended_with(process), _passing_signals(process) as signals:
         while True:
             is_over = process.poll() is not None  # asked first: all that was written before is then heard below
-            for event in records.poll() if ear else ():
-                ear.hear(event)  # type: ignore[union-attr]
+            for event in records.poll() if ear or is_over else ():
+                has_diverged = isinstance(event, RunEnded) and event.diverged
+                if ear:
+                    ear.hear(event)
             if is_over:
                 break
             with suppress(subprocess.TimeoutExpired):
@@ -58,10 +60,19 @@ def run_apart(arguments: list[str], folder: Path, on_event: OnEvent | None, *, q
     for thread in threads:
         thread.join()
     records.close()
-    return _judge(process.returncode, words, folder, was_signalled=bool(signals), was_asked=has_asked)
+    kind = Diverged if has_diverged else LockstepError
+    return _judge(process.returncode, words, folder, was_signalled=bool(signals), was_asked=has_asked, kind=kind)
 
 
-def _judge(status: int, words: list[str], folder: Path, *, was_signalled: bool, was_asked: bool) -> Outcome:
+def _judge(
+    status: int,
+    words: list[str],
+    folder: Path,
+    *,
+    was_signalled: bool,
+    was_asked: bool,
+    kind: type[LockstepError] = LockstepError,
+) -> Outcome:
     if status == 0 or (status in INTERRUPTED and has_finished(folder)):  # a signal came amid its last words
         return "finished"
     if status in INTERRUPTED:
@@ -70,7 +81,7 @@ def _judge(status: int, words: list[str], folder: Path, *, was_signalled: bool, 
     # Whoever found the cause spoke first; what was said before ranks started again is another story.
     restarts = [place for place, line in enumerate(said) if "start again (" in line]
     said = said[restarts[-1] + 1 :] if restarts else said
-    raise LockstepError(said[0] if said else f"The ranks ended with status {status}; see what they printed.")
+    raise kind(said[0] if said else f"The ranks ended with status {status}; see what they printed.")
 
 
 def _start(arguments: list[str], *, quiet: bool) -> "subprocess.Popen[str]":

@@ -274,6 +274,7 @@ class RunEnded(Event):
     share_comm: float
     share_input: float
     reason: str = ""
+    diverged: bool = False  # whether it failed because training itself went wrong, and would again
     straggler: str = ""  # the sentence that names who held the others up, if anyone did
     # By rank, what a step cost it before it waited for others: seconds of input and of computing, medians over the run.
     rank_times: list[list[float]] = field(default_factory=list)  # empty where a rank was alone, or the others are gone

@@ -2,6 +2,7 @@
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -46,6 +47,7 @@ def sweep(
             take_share,
             work,
             write_results,
+            write_table,
         )
 
     if read_membership(os.environ) is not None:
@@ -61,6 +63,12 @@ def sweep(
     def say(text: str) -> None:
         print_plain(console, text)
 
+    def tell(text: str) -> None:
+        """Of a trial that has ended; a process that is killed at the next one has left it in the table."""
+        say(text)
+        with suppress(LockstepError):  # a full disk is said at the end
+            write_table(found)
+
     turn, num_workers = _read_worker(worker)
     if worker:
         take_share(turn, num_workers)
@@ -72,7 +80,7 @@ def sweep(
     is_alone = len(devices) < 2 or any(trial.ranks != "1" for trial in found.trials)
     try:
         with stopping_by_exception():
-            is_done = work(found, say) if is_alone else spread_over(found, devices, say)
+            is_done = work(found, tell) if is_alone else spread_over(found, devices, tell)
     except KeyboardInterrupt:
         is_done = False
     files = write_results(found)

@@ -1,8 +1,9 @@
 """A sweep: trials one after the other in this process, or one on each GPU at a time (docs/sweeps.md).
 
-Each trial is a run in a folder of its own, and leaves word there of how it ended (`report/sweep_rows.py`). Nothing else
-is remembered: whoever finds a trial without that word takes it, or goes on with it. So the same command goes on with a
-sweep, and several processes share one by taking hold of trials, each by a lock.
+Each trial is a run in a folder of its own, and leaves word there of how it ended (`report/sweep_rows.py`); `sweep.json`
+tells of those whose folders are gone (`report/sweep_told.py`). Nothing else is remembered: whoever finds a trial of
+which neither tells takes it, or goes on with it. So the same command goes on with a sweep, on another machine too, and
+several processes share one by taking hold of trials, each by a lock.
 """
 
 import os
@@ -16,25 +17,31 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from lockstep.commit import read_commit
-from lockstep.engine.starting import plan_start
+from lockstep.config import DataConfig, RunConfig, to_toml
+from lockstep.engine.starting import PATHS, go_on, is_begun, list_changes, make_absolute, settle_like
 from lockstep.errors import Diverged, LockstepError
 from lockstep.files import write_whole
 from lockstep.named import phrase_error
 from lockstep.processes import LAUNCHER
+from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import SweepFile, read_sweep
 from lockstep.recipes.trials import Trial, confirm, plan_trials
 from lockstep.report.page.sweep_page import build_sweep_page
 from lockstep.report.phrases import clock, percent
 from lockstep.report.sweep_rows import Row, Status, choose_best, read_row, to_json, write_word
+from lockstep.report.sweep_told import GOOD, Told, read_told, split_settings
 
 if TYPE_CHECKING:
     from lockstep.engine.reuse import Kept
 
+TABLE = "sweep.json"  # in the sweep's folder
+LABELS = {"source", "path", "val_share"}  # settings of the data that decide which labels there are
 CLAIMS = ".claims"  # locks on trials, in the sweep's folder
 ENOUGH = 2  # places where trials failed for one reason, and nothing else yet, end a sweep
 LOOK_S = 0.5  # between two looks at what other processes have done
@@ -51,14 +58,69 @@ class Sweep:
     root: Path
     trials: list[Trial]  # of the first stage
     words: list[str]  # the command that goes on with it
-    _told: dict[str, Row] = field(default_factory=dict)  # rows that are settled, by folder
+    told: dict[str, Told] = field(default_factory=dict)  # what its sweep.json told when it was opened, by folder
+    kept: "Kept | None" = None  # of the trials in this process
+    _settled: dict[str, Row] = field(default_factory=dict)  # rows, by folder
+    _configs: dict[str, RunConfig] = field(default_factory=dict)
+    _labels: dict[str, str] = field(default_factory=dict)  # hashes, by the settings of the data
 
     def row(self, trial: Trial) -> Row:
         """What is known of a trial."""
-        found = self._told.get(trial.folder) or read_row(self.root, trial, self.file)
+        found = self._settled.get(trial.folder) or read_row(self.root, trial, self.file)
+        if not found.is_settled and (told := self.told.get(trial.folder)):
+            self.follow(trial, told.config, f"{self.root / TABLE} tells of {trial.folder}", told.ranks)
+            found = told.make_row(trial)
         if found.is_settled:
-            self._told[trial.folder] = found
+            self._settled[trial.folder] = found
         return found
+
+    def config(self, trial: Trial) -> RunConfig:
+        """What a trial is asked to do."""
+        if trial.folder not in self._configs:
+            self._configs[trial.folder] = make_absolute(load_recipe(self.recipe, trial.settings)[1])
+        return self._configs[trial.folder]
+
+    def follow(self, trial: Trial, known: RunConfig, where: str, ranks: object = None) -> RunConfig:
+        """What is `known` of a trial, by the paths that are asked for now; refused if its settings are another's."""
+        asked = settle_like(self.config(trial), known)
+        moved = follow_paths(known, asked, is_same=self._is_same_data(known.data, asked.data))
+        changes = list_changes(moved, asked)
+        if ranks not in (None, trial.ranks):
+            changes.append(f"ranks was {str(ranks)[:20]} and is {trial.ranks}")
+        if changes:
+            raise LockstepError(f"{where} with other settings: {'; '.join(changes)}. Choose another --out.")
+        return moved
+
+    def _is_same_data(self, known: DataConfig, asked: DataConfig) -> bool:
+        """Whether a folder of images is the one that lay elsewhere, by its labels.
+
+        One that is not here is as good as the same: nobody can be trained on another.
+        """
+        if known.path == asked.path:
+            return True
+        key = known.model_dump_json(include=LABELS)
+        alike = (told for told in self.told.values() if told.config.data.model_dump_json(include=LABELS) == key)
+        labels = next((told.labels for told in alike), "")
+        return bool(labels) and self._hash_labels(asked) in (labels, "")
+
+    def _hash_labels(self, data: DataConfig) -> str:
+        """What tells one folder of images from another wherever it lies; empty where there is none."""
+        from lockstep.data.sources import hash_labels
+        from lockstep.engine.build import open_sources
+
+        key = data.model_dump_json(include=LABELS)
+        if data.source != "folder" or not Path(data.path).exists():
+            return ""
+        if key not in self._labels:
+            open_now = partial(open_sources, data)
+            source = (self.kept.open_sources(data, open_now) if self.kept else open_now()).train
+            self._labels[key] = hash_labels(source.classes, source.labels)
+        return self._labels[key]
+
+    def find_labels(self, trial: Trial) -> str:
+        """A hash of the labels that a trial was trained on; empty where nobody knows."""
+        told = self.told.get(trial.folder)
+        return self._hash_labels(self.config(trial).data) or (told.labels if told else "")
 
     def places(self) -> list[list[Trial]]:
         """The trials of each cell at each point; behind those of a first stage that is over, the second's."""
@@ -78,8 +140,12 @@ class Sweep:
 
     @property
     def num_trials(self) -> int:
-        """All trials, those of the second stage too that are not known yet."""
-        return len(self.trials) + len({trial.place for trial in self.trials}) * len(self.file.confirm)
+        """All trials, those of a second stage too that are not known yet."""
+        groups = self.places()
+        second_to_come = [
+            not group[-1].is_confirming and not all(self.row(trial).is_settled for trial in group) for group in groups
+        ]
+        return sum(map(len, groups)) + len(self.file.confirm) * sum(second_to_come)
 
     def settle(self, trial: Trial, status: Status, reason: str = "") -> Row:
         """Note how a trial ended, on disk where that can be written."""
@@ -87,7 +153,7 @@ class Sweep:
             write_word(self.root / trial.folder, status, reason)
         except OSError as error:
             reason = reason or f"{self.root / trial.folder} cannot be written ({error.strerror})"
-            self._told[trial.folder] = replace(Row(trial), status="failed", reason=reason)
+            self._settled[trial.folder] = replace(Row(trial), status="failed", reason=reason)
         return self.row(trial)
 
     def phrase_go_on(self) -> str:
@@ -106,11 +172,30 @@ def open_sweep(path: Path, out: Path | None, settings: Sequence[str]) -> Sweep:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise LockstepError(f"The sweep's folder {root} cannot be written ({error.strerror}).") from None
-    sweep = Sweep(path.stem, file, recipe, root, trials, words)
-    for trial in (trial for group in sweep.places() for trial in group):
-        if (root / trial.folder).exists():  # its settings must be those that are asked for now
-            plan_start(recipe, list(trial.settings), root / trial.folder, "auto")
+    sweep = Sweep(path.stem, file, recipe, root, trials, words, read_told(root / TABLE, file))
+    for row in sweep.rows():  # whose settings must be those that are asked for now
+        check_folder(sweep, row.trial)
     return sweep
+
+
+def check_folder(sweep: Sweep, trial: Trial) -> None:
+    """See that a trial's folder, if there is one, holds that trial, and give it the paths of this machine."""
+    folder = sweep.root / trial.folder
+    if not is_begun(folder):
+        return
+    known = go_on(folder, []).config
+    moved = sweep.follow(trial, known, f"{folder} holds a run")
+    if moved != known:
+        _write(folder / "config.toml", to_toml(moved))
+
+
+def follow_paths(known: RunConfig, asked: RunConfig, is_same: bool) -> RunConfig:
+    """`known` with the paths of `asked`: of the data if it `is_same`, of files by the same name."""
+    for section, _, key in (path.partition(".") for path in PATHS):
+        table, now = getattr(known, section), getattr(getattr(asked, section), key)
+        if is_same if key == "path" else Path(getattr(table, key)).name == Path(now).name:
+            known = known.model_copy(update={section: table.model_copy(update={key: now})})
+    return known
 
 
 def retry_failed(sweep: Sweep) -> None:
@@ -119,14 +204,14 @@ def retry_failed(sweep: Sweep) -> None:
         if row.status == "failed":
             with suppress(OSError):
                 (sweep.root / row.trial.folder / "trial.json").unlink()
-            sweep._told.pop(row.trial.folder, None)
+            sweep._settled.pop(row.trial.folder, None)
 
 
 def work(sweep: Sweep, say: Say, turn: int = 0, kept: "Kept | None" = None) -> bool:
     """Take trials until all are settled; False if asked to stop. Several processes begin at other places by `turn`."""
     from lockstep.engine.reuse import Kept
 
-    kept = kept or Kept()
+    kept = sweep.kept = kept or Kept()
     begun, num_taken = time.monotonic(), 0
     while True:
         places = sweep.places()
@@ -173,7 +258,7 @@ def claim(sweep: Sweep, trial: Trial) -> bool:
         _claims[trial.folder] = lock_folder(sweep.root / CLAIMS / trial.folder)
     except LockstepError:
         return False
-    sweep._told.pop(trial.folder, None)
+    sweep._settled.pop(trial.folder, None)
     if read_row(sweep.root, trial, sweep.file).is_settled:  # by whoever had it until now
         release(sweep, trial)
         return False
@@ -233,19 +318,28 @@ def _phrase(sweep: Sweep, row: Row, mean_s: float, num_workers: int = 1) -> str:
     return f"{done} of {sweep.num_trials}, about {clock(left)} left: {row.trial.phrase()}: {result}{took}"
 
 
+def write_table(sweep: Sweep) -> Path:
+    """`sweep.json`, as far as trials are done: all that the same command needs elsewhere to go on."""
+    rows = sweep.rows()
+    done = [row.trial for row in rows if row.status in GOOD]  # the others are tried again
+    shared, own = split_settings({trial.folder: sweep.config(trial) for trial in done})
+    known = {one.folder: {"settings": own[one.folder], "labels": sweep.find_labels(one)} for one in done}
+    text = to_json(sweep.name, sweep.file, rows, read_commit(), shared, known)
+    return _write(sweep.root / TABLE, f"{text}\n")
+
+
 def write_results(sweep: Sweep) -> list[Path]:
-    """`sweep.json` and the page, as far as trials are done."""
-    rows, commit = sweep.rows(), read_commit()
-    files = {
-        sweep.root / "sweep.json": to_json(sweep.name, sweep.file, rows, commit) + "\n",
-        sweep.root / "sweep.html": build_sweep_page(sweep.name, sweep.file, rows, commit),
-    }
+    """The table and the page, as far as trials are done."""
+    page = build_sweep_page(sweep.name, sweep.file, sweep.rows(), read_commit())
+    return [write_table(sweep), _write(sweep.root / "sweep.html", page)]
+
+
+def _write(path: Path, text: str) -> Path:
     try:
-        for path, text in files.items():
-            write_whole(path, text)
+        write_whole(path, text)
     except OSError as error:
-        raise LockstepError(f"Cannot write the results to {sweep.root}: {error.strerror}.") from None
-    return list(files)
+        raise LockstepError(f"Cannot write {path}: {error.strerror}.") from None
+    return path
 
 
 def list_gpus() -> list[str]:

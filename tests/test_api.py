@@ -19,6 +19,7 @@ import lockstep
 from lockstep.apart import _judge
 from lockstep.api import bring
 from lockstep.engine.brought import NOTHING
+from lockstep.errors import Diverged
 from lockstep.events import CheckpointSaved, Evaluated, Event, Notice, RunEnded, RunStarted, StepDone
 from lockstep.recipe_values import Duration
 from lockstep.recipes.read import load_recipe
@@ -191,6 +192,12 @@ def test_two_ranks_are_heard_stopped_and_gone_on_with(tmp_path: Path) -> None:
     assert steps(later) == [stopped + 1, stopped + 2, stopped + 3]
     assert result.summary["status"] == "finished"
     assert result.summary["ledger_ok"] in (True, None)
+
+
+def test_numbers_that_run_away_are_told_from_outside_causes_on_any_number_of_ranks(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        with pytest.raises(Diverged, match=r"lower optim\.lr"):
+            train(tmp_path / str(ranks), ranks=ranks, set={"optim.lr": 1e12, "train.log_every": 1})
 
 
 def test_a_program_stops_its_run_and_goes_on_exactly(tmp_path: Path) -> None:

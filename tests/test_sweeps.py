@@ -3,25 +3,29 @@
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from typer.testing import CliRunner
 
 from lockstep import api, sweeps
 from lockstep.api import Asked, Ended
 from lockstep.cli import app
+from lockstep.config import USUAL_PASS
 from lockstep.errors import Diverged, LockstepError
 from lockstep.recipes.read import load_recipe
 from lockstep.recipes.sweep_file import Range, read_sweep
 from lockstep.recipes.trials import MOST_TRIALS, draw, plan_trials, spread
 from lockstep.report.page.sweep_page import draw_places
 from lockstep.report.sweep_rows import Spread, find_places, tabulate
-from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results
+from lockstep.sweeps import Sweep, open_sweep, retry_failed, work, write_results, write_table
 
 PLAIN = """
 recipe = "quickstart"
@@ -240,6 +244,16 @@ def test_a_trial_that_ends_badly_is_a_row_and_the_sweep_goes_on(runs: Runs, tmp_
     assert runs.taken == names[1:3]
 
 
+def test_a_cell_without_a_best_has_no_second_stage_to_wait_for(runs: Runs, tmp_path: Path) -> None:
+    sweep = start(tmp_path)
+    assert sweep.num_trials == 2 * 2 * (3 + 2)
+    runs.bad = {trial.folder: Diverged("The loss became nan.") for trial in sweep.trials[:3]}
+    lines: list[str] = []
+    assert work(sweep, lines.append)
+    assert lines[-1].startswith("18 of 18, about 0:00 left")
+    assert "18 of 18 trials are done" in sweep.phrase_go_on()
+
+
 def test_averaged_weights_count_where_they_are_asked_for(runs: Runs, tmp_path: Path) -> None:
     """Their accuracy here is the greater, the worse the weights' own is, and they reach the target at step 40."""
     text = PLAIN.replace("confirm = [1, 2]", "confirm = []").replace("[grid]", "[set]\noptim.average = 0.9\n[grid]")
@@ -310,6 +324,139 @@ def test_a_sweep_with_other_settings_is_not_mixed_in(runs: Runs, tmp_path: Path)
         start(tmp_path)
 
 
+def leave_table(sweep: Sweep) -> None:
+    """All that is left is the table, as on another machine that it was carried to."""
+    table = write_table(sweep).read_bytes()
+    shutil.rmtree(sweep.root)
+    sweep.root.mkdir()
+    (sweep.root / "sweep.json").write_bytes(table)
+
+
+def test_a_sweep_goes_on_from_its_table_alone(runs: Runs, tmp_path: Path) -> None:
+    """Twice, within the first stage and within the second; what diverged stays so, what failed is tried again."""
+    whole = start(tmp_path)
+    names = [trial.folder for trial in whole.trials]
+    runs.bad = {names[0]: Diverged("The loss became nan."), names[1]: LockstepError("The disk is full.")}
+    for stop_after in (9, 17):
+        runs.stop_after = stop_after
+        sweep = start(tmp_path)
+        assert not work(sweep, lambda line: None)
+        leave_table(sweep)
+        runs.bad.pop(names[1], None)
+    runs.stop_after = 10**6
+    sweep = start(tmp_path)
+    assert work(sweep, lambda line: None)
+    assert sorted({name for name in runs.taken if runs.taken.count(name) > 1}) == [names[1]]
+    rows = sweep.rows()
+    assert len(rows) == sweep.num_trials == len(set(runs.taken))
+    assert rows[0].reason == "The loss became nan."
+    assert {row.status for row in rows[1:]} == {"finished"}
+    untouched = [replace(row, trial=rows[0].trial) for row in rows[2:5]]
+    again = [replace(row, trial=rows[0].trial) for row in start(tmp_path).rows()[2:5]]
+    assert untouched == again  # what the table tells is what the folders told
+    assert all(row.steps_to == 80 and row.wall_s == 2.0 and row.top1 for row in untouched)
+
+
+def test_a_table_of_other_settings_is_refused(runs: Runs, tmp_path: Path) -> None:
+    sweep = start(tmp_path)
+    assert work(sweep, lambda line: None)
+    leave_table(sweep)
+    with pytest.raises(LockstepError, match=r"tells of momentum.* with other settings: optim\.lr was .* and is"):
+        start(tmp_path, PLAIN.replace("0.01, 1.0", "0.02, 2.0"))
+    with pytest.raises(LockstepError, match=r"with other settings: ranks was 1 and is 2"):
+        start(tmp_path, PLAIN.replace("[grid]", "[set]\nranks = 2\n[grid]"))
+    assert all(row.steps_to == 80 for row in start(tmp_path).rows())
+    moved_goal = start(tmp_path, PLAIN.replace("target = 0.5", "target = 0.6"))  # of which the table knows nothing
+    assert all(row.is_settled and row.steps_to is None and row.top1 for row in moved_goal.rows())
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["", "[]", '{"rows": 3}', '{"rows": [3, {"status": "finished"}]}', '{"settings": {"optim.lr": "x"}, "rows": [%s]}'],
+)
+def test_a_table_that_tells_nothing_is_as_none(table: str, runs: Runs, tmp_path: Path) -> None:
+    folder = start(tmp_path).trials[0].folder
+    row = json.dumps({"status": "finished", "folder": folder, "settings": {"train.global_batch": 64}, "top1": 0.5})
+    (tmp_path / "out" / "sweep.json").write_text(table.replace("%s", row))
+    assert not any(row.is_settled for row in start(tmp_path).rows())
+
+
+SMALL = """
+recipe = "quickstart"
+[set]
+data.source = "folder"
+data.image_size = 32
+data.eval_resize = 32
+model.width = 4
+train.global_batch = 8
+train.duration = "2st"
+optim.warmup = "0st"
+[grid]
+optim.lr = [0.1, 0.2]
+"""
+
+
+def paint(root: Path, classes: str = "ab", count: int = 4) -> Path:
+    """An image folder of plain squares."""
+    for split, name, number in itertools.product(("train", "val"), classes, range(count)):
+        path = root / split / name / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (40 * number, 100, 200)).save(path)
+    return root
+
+
+def test_a_sweep_knows_its_data_wherever_it_lies(tmp_path: Path) -> None:
+    """By the labels: other data is refused, and where there is none the results are shown all the same."""
+    out, file = tmp_path / "out", write(tmp_path, SMALL)
+
+    def call(data: Path, *more: str) -> Result:
+        arguments = ["sweep", str(file), "--out", str(out), "--set", f"data.path={data}", *more]
+        return CliRunner().invoke(app, arguments)
+
+    first = call(paint(tmp_path / "here"))
+    assert first.exit_code == 0, first.output
+    moved = shutil.copytree(tmp_path / "here", tmp_path / "there" / "images")
+    broken = out / json.loads((out / "sweep.json").read_text())["rows"][1]["folder"]
+    (
+        broken / "trial.json"
+    ).unlink()  # as if killed amid its last step: its folder goes on with the images that are here
+    again = call(moved)
+    assert again.exit_code == 0, again.output
+    assert "1 of 2" not in again.output
+    assert str(moved) in (broken / "config.toml").read_text()
+    for folder in out.iterdir():
+        if folder.is_dir():
+            shutil.rmtree(folder)
+    shown = call(moved, "--show")
+    assert "2 of 2 trials are done" in shown.output
+    gone = call(tmp_path / "nowhere")
+    assert gone.exit_code == 0, gone.output
+    assert "Wrote" in gone.output
+    other = call(paint(tmp_path / "other", classes="abc"))
+    assert other.exit_code == 1
+    assert "with other settings: data.path was" in str(other.exception)
+    back = call(tmp_path / "here", "--show")
+    assert "2 of 2 trials are done" in back.output
+
+
+def test_the_table_is_there_while_trials_go_on(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever kills the sweep leaves what is done."""
+    told: list[int] = []
+    carried_out = runs.carry_out
+
+    def look(asked: Asked, **more: Any) -> Ended:
+        table = tmp_path / "out" / "sweep.json"
+        rows = json.loads(table.read_text())["rows"] if table.exists() else []
+        told.append(sum(row["status"] == "finished" for row in rows))
+        return carried_out(asked, **more)
+
+    monkeypatch.setattr(api, "carry_out", look)
+    arguments = ["sweep", str(write(tmp_path, PLAIN)), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert told == list(range(20))
+
+
 def test_a_gpu_that_failed_ends_the_sweep(runs: Runs, tmp_path: Path) -> None:
     sweep = start(tmp_path)
     runs.bad = {sweep.trials[0].folder: RuntimeError("CUDA error: an illegal memory access")}
@@ -371,3 +518,7 @@ def test_every_experiment_is_a_sweep_that_can_be_started(path: Path) -> None:
         for place in {t.place for t in trials}
     }
     assert len(numbers) == 1  # as many trials for each cell
+    for _, config in (load_recipe(recipe, trial.settings) for trial in trials):
+        # What a GPU finds quickest must not decide how many samples batch norm sees: cells would differ by it.
+        train = config.train
+        assert train.global_batch <= USUAL_PASS or train.max_batch_per_rank or train.norm_batch or train.accumulate

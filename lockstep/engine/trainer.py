@@ -146,7 +146,7 @@ class Trainer:
                 self.keeper.settle()
             if isinstance(error, SharedError):  # which would come again: nobody will start this run again by himself
                 self.keeper.drop_snapshots()
-            self._say_ended("failed", start, reason=str(error))
+            self._say_ended("failed", start, error)
             raise
         self.keeper.drop_snapshots()  # before the last word: nobody comes back to a run that has said it
         self._say_ended(status, start)
@@ -435,9 +435,9 @@ class Trainer:
         self.account.hear(event)
         self.sink.emit(event)
 
-    def _say_ended(self, status: Literal["finished", "interrupted", "failed"], start: float, reason: str = "") -> None:
+    def _say_ended(self, status: Status | Literal["failed"], start: float, error: BaseException | None = None) -> None:
         """After a failure the other ranks may be gone, and rank 0 speaks for itself."""
-        has_failed = status == "failed"
+        has_failed = error is not None
         straggler, times = "", []
         if not has_failed:
             times, topology = self.account.gather_times(self.world), self.parts.topology
@@ -450,7 +450,8 @@ class Trainer:
                 epoch=self._epoch,
                 wall_s=time.monotonic() - start,
                 world_size=self.world.size,
-                reason=reason,
+                reason=str(error) if error else "",
+                diverged=isinstance(error, Diverged),
                 straggler=straggler,
                 rank_times=[[round(seconds, 6) for seconds in one] for one in times] if len(times) > 1 else [],
                 energy_j=self.instruments.energy.count(self.world, alone=has_failed),

@@ -245,8 +245,18 @@ def build_table(sweep: SweepFile, places: Sequence[Place], name: str) -> Table:
     return build_rich(tabulate(sweep, places), name)
 
 
-def to_json(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str) -> str:
-    """All of a sweep's results, as `sweep.json` holds them."""
+def to_json(
+    name: str,
+    sweep: SweepFile,
+    rows: Sequence[Row],
+    commit: str,
+    shared: Mapping[str, Any] | None = None,
+    own: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """All of a sweep's results, as `sweep.json` holds them.
+
+    `shared` are the settings of all trials; their `own`, by folder, are what else `sweep_told.py` knows each by.
+    """
     places = find_places(rows, sweep.measure)
     return json.dumps(
         {
@@ -282,7 +292,8 @@ def to_json(name: str, sweep: SweepFile, rows: Sequence[Row], commit: str) -> st
                 }
                 for place in places
             ],
-            "rows": [_to_table(row) for row in rows],
+            "settings": shared or {},
+            "rows": [_to_table(row) | dict((own or {}).get(row.trial.folder, {})) for row in rows],
         },
         indent=1,
         ensure_ascii=False,
