@@ -59,7 +59,7 @@ Outcome = Literal["finished", "interrupted", "stopped"]
 OPTIONS = {
     r"--resume=auto\b": 'resume="auto"',
     r"--resume\b": "resume=True",
-    r"--set ([\w.]+=[^\s;,()]*[^\s;,().])": r'set=["\1"]',
+    r"--set ([\w.]+=[^\s;,()]*[^\s;,().])": r"set=['\1']",  # the value may stand in double quotes
     r"--set\b": "set=",
     r"--out\b": "out=",
     r"--ranks (\S+ is not possible|\d+)": r"ranks=\1",
@@ -142,6 +142,8 @@ def train(
         raise LockstepError(f'resume = {show(resume)} is not possible; give True, False or "auto".')
     if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
         raise LockstepError(f"restarts = {show(restarts)} is not possible; give a whole number from 0 on.")
+    if on_event is not None and not callable(on_event):
+        raise LockstepError(f"on_event = {describe(on_event)} cannot be called; give a function that takes a record.")
     settings, brought = bring(set, model, data, loss)
     with _as_target(recipe) as target, _speak_python():
         asked = Asked(
@@ -293,7 +295,10 @@ def export_each(
     from lockstep.engine.export import export as write
     from lockstep.engine.inference import TrainedNetwork, load_run
 
-    wanted = parse_formats(format if isinstance(format, str) else ",".join(format))
+    names = [format] if isinstance(format, str) else format
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise LockstepError(f"format = {show(format)} is not possible; give one or more of {', '.join(SUFFIXES)}.")
+    wanted = parse_formats(",".join(names))
     if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
         raise LockstepError(f"batch = {show(batch)} is not possible; give a whole number from 1 on, or none for any.")
     if isinstance(trained, TrainedNetwork):
@@ -548,7 +553,7 @@ def _launch_apart(asked: Asked, start: Start, brought: "Brought", on_event: OnEv
         if (value := getattr(brought, argument)) is not None:
             raise LockstepError(
                 f"{argument} = {describe(value)} has no name that other ranks could import; put it into a module as a "
-                "function or class, start the program itself with torchrun, or ask for ranks=1."
+                "function or class, start the program itself with torchrun, or ask for ranks=1 and no restarts."
             )
     outcome = run_apart(_spell(asked, start, asked.ranks), start.folder, on_event, quiet=asked.quiet)
     return Ended(start.folder, outcome)

@@ -4,6 +4,7 @@ import io
 import os
 import shlex
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -128,7 +129,7 @@ class TrainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.params for option in parameter.opts}
-        for argument, after in zip(args, [*args[1:], ""], strict=True):
+        for argument, after in zip_longest(args, args[1:], fillvalue=""):
             option, equals, text = argument.partition("=")
             if option == "--out" and not (text if equals else after):  # a path without a name is the current folder
                 raise LockstepError("--out was given no name; name the run's folder, or leave --out away.")

@@ -464,7 +464,9 @@ def read_part(path: Path) -> list[Event]:
     try:
         text = read_small(path, MAX_LOG_BYTES).decode(errors="replace")
     except OSError as error:
-        raise LockstepError(f"Cannot read the event log {path}: {error.strerror}.") from None
+        raise LockstepError(
+            f"Cannot read the event log {path}: {error.strerror}; give a run's folder that can be read."
+        ) from None
     try:
         return [event for line in text.split("\n") if (event := decode(line)) is not None]
     except TypeError as error:

@@ -110,6 +110,7 @@ def test_what_cannot_be_measured_or_exported_is_one_sentence(tmp_path: Path) -> 
         ("device = … is for a run's folder", lambda: lockstep.evaluate(result.load(), device="cpu")),
         ("no trained network; give a run's folder", lambda: lockstep.load(net)),  # type: ignore[arg-type]
         ("There is no format 'tflite'", lambda: lockstep.export(result, "tflite")),
+        ("format = 3 is not possible; give one or more of safetensors", lambda: lockstep.export(result, 3)),  # type: ignore[arg-type]
         ("batch = 0 is not possible", lambda: lockstep.export(result, batch=0)),
         ("cannot be written", lambda: lockstep.export(result, out=tmp_path)),
     ):  # fmt: skip
@@ -288,6 +289,8 @@ def test_what_other_ranks_cannot_import_is_said_before_they_start(
         ),
         ({"resume": "yes"}, 'resume = "yes" is not possible; give True, False or "auto"'),
         ({"resume": True}, r"nothing to resume; start without resume=True\."),
+        ({"set": {"optim.namee": "sgd"}}, r"""\(set=\['optim\.namee="sgd"'\]\)\.$"""),
+        ({"on_event": 3}, r"^on_event = int cannot be called; give a function that takes a record\.$"),
         ({"set": {"optim.lrr": 1}}, r"There is no key optim\.lrr; the nearest is optim\.lr \(set=\[.optim\.lrr=1.\]\)"),
     ],
 )
@@ -302,7 +305,7 @@ def test_a_mistake_is_one_sentence(tmp_path: Path, brought: dict[str, Any], word
     [
         (5, "set = 5 must be a mapping of settings"),
         ("optim.lr=1", 'set = "optim.lr=1" must be a mapping of settings'),
-        (["optim.lr"], r'write set=\["optim\.lr=VALUE"\]\.$'),
+        (["optim.lr"], r"write set=\['optim\.lr=VALUE'\]\.$"),
     ],
 )
 def test_settings_that_are_none_are_one_sentence(tmp_path: Path, settings: Any, words: str) -> None:

@@ -51,6 +51,13 @@ def test_help_and_version_answer() -> None:
     assert commands.run("--version")[1].strip() == __version__
 
 
+def test_train_without_a_recipe_asks_for_one() -> None:
+    status, out, err = commands.run("train")
+    assert status == 2, out
+    assert "Missing argument 'RECIPE'" in err
+    assert "Traceback" not in err
+
+
 def test_recipes_are_listed_shown_and_copied(tmp_path: Path) -> None:
     status, out, _ = commands.run("recipes")
     assert status == 0
@@ -344,7 +351,7 @@ def test_a_wrong_pack_is_one_sentence(images: Path, tmp_path: Path) -> None:
     ):
         assert words in refuse(commands.run("data", "pack", str(source), str(target)))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    assert "cannot be read" in refuse(commands.run("data", "verify", str(images)))
+    assert "holds no packed shards; give a folder that" in refuse(commands.run("data", "verify", str(images)))
 
 
 def test_a_disk_that_is_full_while_packing_is_one_sentence_and_packing_goes_on_later(

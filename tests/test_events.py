@@ -308,7 +308,10 @@ def test_a_log_that_cannot_be_opened_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_missing_log_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match=r"^Cannot read the event log .*: No such file or directory\.$"):
+    with pytest.raises(
+        LockstepError,
+        match=r"^Cannot read the event log .*: No such file or directory; give a run's folder that can be read\.$",
+    ):
         read_events(tmp_path / "events.jsonl")
 
 
@@ -317,7 +320,10 @@ def test_a_pipe_in_the_place_of_a_log_is_a_sentence(tmp_path: Path, name: str) -
     (tmp_path / "events.jsonl").touch()
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(LockstepError, match=rf"^Cannot read the event log .*/{name}: it is not a plain file\.$"):
+    with pytest.raises(
+        LockstepError,
+        match=rf"^Cannot read the event log .*/{name}: it is not a plain file; give a run's folder that can be read\.$",
+    ):
         read_events(tmp_path)
     with pytest.raises(LockstepError, match=r"^Cannot write the event log .*: it is not a plain file\.$"):
         EventLog(tmp_path / name, never)
@@ -327,7 +333,7 @@ def test_a_log_larger_than_any_is_a_sentence(tmp_path: Path) -> None:
     log = tmp_path / "events.jsonl"
     log.touch()
     os.truncate(log, MAX_LOG_BYTES + 1)  # without a byte on the disk
-    with pytest.raises(LockstepError, match=r"it has more than the 536,870,912 bytes that make sense\.$"):
+    with pytest.raises(LockstepError, match=r"it has more than the 536,870,912 bytes that make sense; give a run"):
         read_events(tmp_path)
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from lockstep.data.metadata import find_metadata, read_metadata
+from lockstep.data.metadata import find_metadata
 from lockstep.data.own_data import MEMBERS, encode_image, open_own
 from lockstep.data.plain_files import READ_TIMEOUT_S, read_plain
-from lockstep.data.sources import IMAGE_SUFFIXES, VAL_NAMES, Source, build_folder, scan_folder
+from lockstep.data.sources import IMAGE_SUFFIXES, VAL_NAMES, Source, build_folder, read_table, scan_folder
 from lockstep.data.threads import Steps, look
 from lockstep.errors import LockstepError
 from lockstep.named import describe
@@ -256,7 +256,7 @@ def open_class_folders(root: Path, known: tuple[str, ...], limit_s: float = READ
         _refuse_unknown(names, known, str(root))
         source = scan_folder(root, names, limit_s)
     else:
-        paths, labels, said = look(lambda steps: _read_table(table, steps), limit_s)
+        paths, labels, said = look(lambda steps: read_table(table, steps), limit_s)
         names = tuple(sorted(set(labels)))
         places = {name: place for place, name in enumerate(names)}
         numbers = np.array([places[label] for label in labels], np.int64)
@@ -264,11 +264,6 @@ def open_class_folders(root: Path, known: tuple[str, ...], limit_s: float = READ
     if root != given and root.name != VAL_NAMES[0]:
         source.notes += (f"There is no {VAL_NAMES[0]}/ in {given}; {root.name}/ serves as the validation split.",)
     return match_classes(source, known, str(root))
-
-
-def _read_table(table: Path, steps: Steps) -> tuple[list[bytes], list[str], tuple[str, ...]]:
-    steps.ask(table)
-    return read_metadata(table)
 
 
 def _find_split(root: Path) -> Path:

@@ -64,7 +64,8 @@ def take_inventory(
     smaller = f"short sides at most {settings['short_side']} pixels, quality {settings['quality']}"
     bytes_kept = smaller if settings["short_side"] else "every file's bytes as they were"
     num_skipped = sum(len(index.skipped) for index in indexes)
-    return splits, f"Packed by {settings['shard_mb']:g} MB: {bytes_kept}; {num_skipped} unreadable files left out."
+    files = "file" if num_skipped == 1 else "files"
+    return splits, f"Packed by {settings['shard_mb']:g} MB: {bytes_kept}; {num_skipped} unreadable {files} left out."
 
 
 def _count(indexes: list[Index]) -> list[SplitInventory]:

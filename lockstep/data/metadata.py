@@ -61,9 +61,15 @@ def _parse_csv(text: str) -> list[dict[str, Any]]:
 
 
 def _parse_lines(text: str) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    if not all(isinstance(row, dict) for row in rows):
-        raise ValueError("a line is no table")
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number}: {error.msg}") from None
+            if not isinstance(rows[-1], dict):
+                raise ValueError(f"line {number} is no table")
     return rows
 
 

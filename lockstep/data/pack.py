@@ -226,9 +226,10 @@ def _write_shards(jobs: Sequence[ShardJob], workers: int, progress: Progress) ->
         # What comes next may be repaired files, or --decode: shards that still fit are taken over, the others go.
         (jobs[0].target / WORK_FOLDER / NOTE).unlink(missing_ok=True)
         more = f" and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
+        files, them = ("file", "it") if len(bad) == 1 else ("files", "them")
         raise LockstepError(
-            f"{len(bad)} files cannot be packed: {', '.join(bad[:NAMED])}{more}; "
-            "repair them, or run the same command with --skip-bad to leave them out."
+            f"{len(bad)} {files} cannot be packed: {', '.join(bad[:NAMED])}{more}; "
+            f"repair {them}, or run the same command with --skip-bad to leave {them} out."
         )
 
 
@@ -292,12 +293,12 @@ def _refuse_other(target: Path, before: Settings, now: Settings) -> None:
     names = {
         "shard_mb": f"--shard-mb {before.get('shard_mb')}",
         "short_side": f"--short-side {before.get('short_side')}",
-        "quality": f"--quality {before.get('quality')}",
+        "quality": f"--quality {before.get('quality')}" if before.get("quality") else "",  # --short-side says it
         "decode": "--decode" if before.get("decode") else "no --decode",
         "shuffle": "--shuffle" if before.get("shuffle") else "--no-shuffle",
         "source": "other images in SRC",
     }
-    different = [name for key, name in names.items() if before.get(key) != now[key]]
+    different = [name for key, name in names.items() if name and before.get(key) != now[key]]
     if different:
         raise LockstepError(
             f"{target} holds a pack with {', '.join(different)}; give the same settings and images to go on with it, "

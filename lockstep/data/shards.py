@@ -216,11 +216,13 @@ def join_splits(
 
 
 def read_indexes(root: Path, limit_s: float = READ_TIMEOUT_S) -> list[Index]:
-    """The index of each split; a pack not finished is one sentence."""
+    """The index of each split; a pack that is not finished, or none, is one sentence."""
     if look(lambda steps: _is_unfinished(root, steps), limit_s):
         raise LockstepError(
             f"The pack in {root} is not finished; run the same `lockstep data pack` again to finish it."
         )
+    if not is_packed(root, limit_s):
+        raise LockstepError(f"{root} holds no packed shards; give a folder that `lockstep data pack` made.")
     return [read_index(index_path(root, split), limit_s) for split in SPLITS]
 
 

@@ -422,8 +422,7 @@ def _scan_split(root: Path, steps: Steps, other: ImageFolder | None = None) -> I
     """One split: by class folders, or by a table of file names and labels; of the same classes as the other one."""
     table = find_metadata(root)
     if table:
-        steps.ask(table)
-        paths, names, notes = read_metadata(table)
+        paths, names, notes = read_table(table, steps)
         classes = tuple(sorted(set(names))) if other is None else other.classes
         numbers = {name: number for number, name in enumerate(classes)}
         if unknown := sorted(set(names) - set(numbers)):
@@ -437,6 +436,23 @@ def _scan_split(root: Path, steps: Steps, other: ImageFolder | None = None) -> I
         _refuse_difference(set(other.classes) - set(classes), train, root)
         _refuse_difference(set(classes) - set(other.classes), root, train)
     return _scan_folder(root, classes, steps)
+
+
+def read_table(table: Path, steps: Steps) -> tuple[list[bytes], list[str], tuple[str, ...]]:
+    """File names, the label of each, and what should be said: of the table, and of images beside it that it lacks."""
+    steps.ask(table)
+    names, labels, notes = read_metadata(table)
+    root = table.parent
+    walk = Walk(root, steps)
+    walk.enter(".", (os.path.realpath(root),))
+    unnamed = sorted({path.removeprefix(b"./") for path in walk.found} - set(names))
+    if unnamed:
+        images, are = ("image", "is") if len(unnamed) == 1 else ("images", "are")
+        notes += (
+            f"{len(unnamed):,} {images} in {root} {are} left out, having no row in {table.name}, such as "
+            f"{os.fsdecode(unnamed[0])}; add what is wanted.",
+        )
+    return names, labels, notes
 
 
 def split_folder(folder: ImageFolder, val_share: float, unused: list[str]) -> tuple[ImageFolder, ImageFolder]:

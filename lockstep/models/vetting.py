@@ -103,7 +103,9 @@ def _check_logits(name: str, logits: object, num_classes: int, *, training: bool
         raise LockstepError(
             f"{name} gives a {type(logits).__name__} {when} where logits of shape {wanted} are wanted; return those."
         )
-    if tuple(logits.shape) != (NUM_IMAGES, num_classes) or not logits.is_floating_point():
+    if not logits.is_floating_point():
+        raise LockstepError(f"{name} gives {logits.dtype} {when} where floating-point logits are wanted; return those.")
+    if tuple(logits.shape) != (NUM_IMAGES, num_classes):
         raise LockstepError(
             f"{name} gives {logits.dtype} of shape {tuple(logits.shape)} {when} for {NUM_IMAGES} images and "
             f"{num_classes} classes, where {wanted} is wanted; use num_classes for its last layer."

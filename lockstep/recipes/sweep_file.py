@@ -172,7 +172,7 @@ def read_sweep(path: Path) -> tuple[SweepFile, str]:
     except FileNotFoundError:
         raise LockstepError(f"There is no file {path}; give a sweep file (docs/sweeps.md).") from None
     except OSError as error:
-        raise LockstepError(f"Cannot read {path}: {error.strerror}.") from None
+        raise LockstepError(f"Cannot read {path}: {error.strerror}; give a sweep file (docs/sweeps.md).") from None
     except UnicodeDecodeError:
         raise LockstepError(f"{path} is not a text file in UTF-8; give a sweep in TOML.") from None
     try:

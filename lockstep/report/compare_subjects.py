@@ -41,7 +41,7 @@ def _read(name: str, path: Path) -> Run | RowFile:
             return _read_file(name, path)
         return Run(name, History(read_events(path)))
     except OSError as error:
-        raise LockstepError(f"Cannot read {path}: {error.strerror}.") from None
+        raise LockstepError(f"Cannot read {path}: {error.strerror}; check its permissions and disk.") from None
 
 
 def _read_file(name: str, path: Path) -> RowFile:

@@ -25,6 +25,8 @@ class Follower:
     def __init__(self, source: Path) -> None:
         is_log = source.is_file() or (source.suffix == SUFFIX and not source.is_dir())
         self.path = source if is_log else source / LOG_NAME
+        if source.is_file() and source.suffix != SUFFIX:
+            raise LockstepError(f"{source} is no event log; give the folder of a run.")
         if not source.parent.is_dir():
             raise LockstepError(f"{source} is not there; give the folder of a run.")
         self._file = -1

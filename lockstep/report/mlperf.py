@@ -44,7 +44,7 @@ def build_lines(events: Sequence[Event], environment: Mapping[str, str]) -> list
     check_submission(environment)
     parts = split_parts(events)
     if not parts:
-        raise LockstepError("The event log holds no run, so there are no lines for MLPerf.")
+        raise LockstepError("The event log holds no run, so there are no lines for MLPerf; name a run's folder.")
     start, last = parts[0][0], parts[-1][-1]
     assert isinstance(start, RunStarted)
     first_step = next((event for event in parts[0] if isinstance(event, StepDone)), None)

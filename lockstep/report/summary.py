@@ -23,7 +23,7 @@ def summarize(events: Iterable[Event]) -> dict[str, Any]:
     """The summary of a run from its records, finished or not; what is not known is None."""
     parts = split_parts(events)
     if not parts:
-        raise LockstepError("The event log holds no run, so there is nothing to summarize.")
+        raise LockstepError("The event log holds no run, so there is nothing to summarize; name a run's folder.")
     last = parts[-1]
     start, ended = last[0], next((event for event in last if isinstance(event, RunEnded)), None)
     assert isinstance(start, RunStarted)

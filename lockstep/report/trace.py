@@ -22,7 +22,7 @@ def build_trace(events: Sequence[Event]) -> dict[str, Any]:
     """The whole trace, as its JSON has it; a run that is resumed goes on behind its first part."""
     start = next((event for event in events if isinstance(event, RunStarted)), None)
     if start is None:
-        raise LockstepError("The event log holds no run, so there is nothing to trace.")
+        raise LockstepError("The event log holds no run, so there is nothing to trace; name a run's folder.")
     entries = [_name("process_name", RUN, 0, start.run)]
     entries += _place_timelines([event for event in events if isinstance(event, TimelineTaken)], start.time_s)
     entries += [entry for event in events for entry in _place_event(event, start.time_s)]

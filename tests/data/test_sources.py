@@ -206,7 +206,32 @@ def test_labels_come_from_a_table_beside_the_images(tmp_path: Path, form: str) -
     assert [Path(train.name(index)).name for index in range(4)] == ["1.png", "3.png", "0.png", "2.png"]
     assert train.labels.tolist() == [0, 0, 1, 1]
     assert val.read(0) == b"test/images/1.png"
+    assert len(train.notes) == 1
     assert "column label" in train.notes[0]
+
+
+def test_images_that_a_table_does_not_name_are_counted(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        make(tmp_path, *(f"{split}/{name}" for name in ("a.png", "deep/b.png", "deep/c.png", "deep/.d.png", "e.txt")))
+        (tmp_path / split / "metadata.csv").write_text("file_name,label\na.png,ant\ndeep/b.png,bee\n")
+    train, _ = open_folder(tmp_path)
+    assert train.num_samples == 2
+    [_, said] = train.notes
+    assert said == (
+        f"1 image in {tmp_path}/train is left out, having no row in metadata.csv, such as deep/c.png; "
+        "add what is wanted."
+    )
+
+
+def test_a_damaged_line_of_a_table_is_numbered(tmp_path: Path) -> None:
+    make(tmp_path, *GOOD)
+    rows = [json.dumps({"file_name": f"{n}.png", "label": "one\u2028two"}, ensure_ascii=False) for n in range(3)]
+    (tmp_path / "train" / "metadata.jsonl").write_text("\n".join([*rows, "{", ""]))
+    with pytest.raises(LockstepError, match=r"metadata\.jsonl cannot be read \(line 4: Expecting property name"):
+        open_folder(tmp_path)
+    (tmp_path / "train" / "metadata.jsonl").write_text("\n".join([*rows, "", "3"]))
+    with pytest.raises(LockstepError, match=r"metadata\.jsonl cannot be read \(line 5 is no table\); correct it"):
+        open_folder(tmp_path)
 
 
 @pytest.mark.parametrize(

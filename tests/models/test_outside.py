@@ -216,7 +216,7 @@ HERE = f"{__name__}:Odd"
         ("detached", "has no gradients"),
         ("aux", r"gives a tuple in training where logits of shape \(2, 5\)"),
         ("wide", r"of shape \(2, 5, 1\) in validation for 2 images and 5 classes"),
-        ("answers", r"gives torch\.int64 of shape \(2,\)"),
+        ("answers", r"gives torch\.int64 in validation where floating-point logits are wanted"),
     ],
 )
 def test_what_cannot_be_trained_is_said_before_it_starts(what: str, sentence: str) -> None:

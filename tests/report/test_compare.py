@@ -133,7 +133,7 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:
         ([*runs, file], "a is a run and a.json a benchmark; .* only one kind"),
         ([*runs, sweep], "a is a run and sweep a sweep; .* only one kind"),
         ([file, sweep / "sweep.json"], "a.json is a benchmark and sweep a sweep; .* only one kind"),
-        ([tmp_path / "none", *runs], "Cannot read"),
+        ([tmp_path / "none", *runs], "Cannot read .*none: .*; give a run's folder"),
         ([file, tmp_path / "none.json"], "Cannot read .*none.json"),
     ):
         with pytest.raises(LockstepError, match=words):

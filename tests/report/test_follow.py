@@ -108,6 +108,9 @@ def test_full_parts_lose_nothing_that_was_read_in_time(tmp_path: Path, every: in
 
 
 def test_what_is_no_log_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(LockstepError, match=r"notes\.txt is no event log; give the folder of a run"):
+        Follower(tmp_path / "notes.txt")
     with pytest.raises(LockstepError, match="is not there"):
         Follower(tmp_path / "none" / "events.jsonl")
     (tmp_path / "events.jsonl").write_text('{"kind":"StepDone","step":"x"}\n')

@@ -213,5 +213,5 @@ def test_what_was_lost_and_done_again_is_told_once() -> None:
 
 
 def test_a_log_without_a_run_is_a_sentence() -> None:
-    with pytest.raises(LockstepError, match="holds no run"):
+    with pytest.raises(LockstepError, match=r"holds no run, .*; name a run's folder"):
         build_lines([], {})

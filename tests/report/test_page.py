@@ -564,7 +564,7 @@ def test_the_command_writes_where_it_is_told(tmp_path: Path) -> None:
 
 def test_an_empty_log_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(LockstepError, match="holds no run"):
+    with pytest.raises(LockstepError, match=r"holds no run, .*; name a run's folder"):
         write_report(tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_a_run_without_an_end_is_unfinished_and_its_speeds_unknown() -> None:
 
 
 def test_a_log_without_a_run_is_refused() -> None:
-    with pytest.raises(LockstepError, match="holds no run"):
+    with pytest.raises(LockstepError, match=r"holds no run, .*; name a run's folder"):
         summarize([])
 
 

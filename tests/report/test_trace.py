@@ -108,5 +108,5 @@ def test_the_command_writes_beside_the_run(tmp_path: Path) -> None:
 
 
 def test_a_log_without_a_run_is_a_sentence() -> None:
-    with pytest.raises(LockstepError, match="holds no run"):
+    with pytest.raises(LockstepError, match=r"holds no run, .*; name a run's folder"):
         build_trace([])

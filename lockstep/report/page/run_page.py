@@ -36,7 +36,7 @@ def write_report(source: Path, target: Path | None = None, price: float | None =
     try:
         write_whole(target, page)
     except OSError as error:
-        raise LockstepError(f"Cannot write the report {target}: {error.strerror}.") from None
+        raise LockstepError(f"Cannot write the report {target}: {error.strerror}; choose another file.") from None
     return target
 
 
