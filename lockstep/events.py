@@ -28,6 +28,8 @@ MAX_LOG_BYTES = 8 * PART_BYTES  # of one that could not be put away three times;
 STEP_OPENING = b'{"kind":"StepDone"'
 STEPS_FOR_ONE = 20  # step records of which a full part keeps one
 LARGEST = 2**63  # beyond any number of a run
+# Shares of an anchor's offsets from which on optim.mu is far off: at an end of their grid, or at zero.
+MOST_AT_END, MOST_AT_ZERO = 0.1, 0.99
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ Average = Annotated[
         help="The averaged weights, or those of the last step; averaged ones where there are some, if not given.",
     ),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all of it as JSON.", metavar="FILE")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all of it as JSON.")]
 MOST_SHOWN = 10  # classes and mistakes in the terminal; all of them are in the JSON file
 FEW_IMAGES = 100  # take no time worth a word
 LEAST_FOR_TOP5 = 6  # classes: of five, one of the first five is always right
@@ -43,7 +43,7 @@ def predict(
     ],
     top: Annotated[int, typer.Option(min=1, max=1000, help="How many classes to name for each image.")] = 5,
     json_file: Json = None,
-    html: Annotated[Path | None, typer.Option(help="Write a contact sheet that opens offline.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a contact sheet that opens offline.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, or cuda; a GPU if there is one, if not given.")] = None,
     average: Average = None,
 ) -> None:
@@ -238,13 +238,11 @@ def export(
     formats: Annotated[
         str, typer.Option("--format", help="safetensors, onnx or torch-export; several by commas.")
     ] = "safetensors",
-    out: Annotated[
-        Path | None, typer.Option(help="RUN/export/model.safetensors, .onnx or .pt2 if not given.", metavar="FILE")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="RUN/export/model.safetensors, .onnx or .pt2 if not given.")] = None,
     batch: Annotated[
         str, typer.Option(help="Images at a time in onnx and torch-export: dynamic, or a number.", metavar="N|dynamic")
     ] = "dynamic",
-    card: Annotated[bool, typer.Option(help="Write a model card beside, as FILE's name with .md.")] = True,
+    card: Annotated[bool, typer.Option(help="Write a model card beside, by the file's name with .md.")] = True,
     average: Average = None,
 ) -> None:
     """Write a run's network for other programs, each file checked against the network before it is there."""

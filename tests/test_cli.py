@@ -5,11 +5,16 @@ import re
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from lockstep import __version__
+from lockstep.cli import app
 from lockstep.data.generated import build_generated
 from lockstep.data.index import read_index
 from lockstep.data.pack import pack_folder
@@ -49,6 +54,19 @@ def refuse(result: tuple[int, str, str]) -> str:
 def test_help_and_version_answer() -> None:
     assert "train" in commands.run("--help")[1]
     assert commands.run("--version")[1].strip() == __version__
+
+
+def list_commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    for name, each in getattr(command, "commands", {}).items():
+        yield from list_commands(each, *words, name)
+    yield words
+
+
+def test_help_tells_arguments_in_capitals() -> None:
+    for words in list_commands(typer.main.get_command(app)):
+        told = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+        usage = next(line for line in told.splitlines() if "Usage:" in line).split("[OPTIONS]")[1]
+        assert usage == usage.upper(), words
 
 
 def test_train_without_a_recipe_asks_for_one() -> None:

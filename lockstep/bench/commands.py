@@ -213,7 +213,7 @@ def chaos_command(
         float | None, typer.Option("--for", min=1, help="Seconds that --every lasts; 4 faults' time if not given.")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Instead: one table of the FILES that --json wrote.")] = False,
-    files: Annotated[list[Path] | None, typer.Argument(help="For --merge.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="For --merge.", metavar="FILES")] = None,
 ) -> None:
     """Kill, stop, starve and cut off real runs, go on with them, and see whether anything is lost or left behind."""
     from lockstep.bench.chaos.campaign import run
@@ -283,7 +283,9 @@ def instruments_command(
 
 @bench.command("halp")
 def halp_command(
-    data: Annotated[Path, typer.Argument(help="A folder of images, packed or not; its training images are taken.")],
+    data: Annotated[
+        Path, typer.Argument(help="A folder of images, packed or not; its training images are taken.", metavar="SRC")
+    ],
     image_size: Annotated[int, typer.Option(min=1, help="Side that images are scaled to, in pixels.")] = 8,
     samples: Annotated[int, typer.Option(min=0, help="Images to take; 0: all.")] = 0,
     weight_decay: Annotated[float, typer.Option(min=1e-9, help="Which is the strong convexity.")] = 0.01,

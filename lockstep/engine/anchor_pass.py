@@ -30,13 +30,11 @@ from lockstep.engine.state import sum_ledger
 from lockstep.engine.step import LOSS, STOP
 from lockstep.engine.timing import Clock
 from lockstep.errors import SharedError
-from lockstep.events import AnchorTaken
+from lockstep.events import MOST_AT_END, MOST_AT_ZERO, AnchorTaken
 from lockstep.optim.full_gradient import FullGradient
 from lockstep.optim.halp import Halp
 
 LOOK_EVERY = 10  # batches after which a GPU is asked whether any rank is to stop: the host waits for the answer
-# Shares of the offsets from which on optim.mu is far off: at an end of their grid, or at zero.
-MOST_AT_END, MOST_AT_ZERO = 0.1, 0.99
 FEWEST = 2  # samples that batch norm can take statistics of
 
 

@@ -43,7 +43,7 @@ def show_recipe(
 @recipes.command("copy")
 def copy_recipe(
     name: RecipeName,
-    file: Path,
+    file: Annotated[Path, typer.Argument(help="The new recipe.", metavar="FILE")],
 ) -> None:
     """Copy a recipe to FILE, to change it and train with it."""
     read.copy_recipe(name, file)

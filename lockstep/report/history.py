@@ -130,7 +130,7 @@ class History:
             match event:
                 case StepDone() | Evaluated():
                     spot = Spot(event.step, event.epoch, wall_s)
-                case CheckpointSaved() | LayersMeasured() | MistakesFound():
+                case AnchorTaken() | CheckpointSaved() | LayersMeasured() | MistakesFound():
                     spot = Spot(event.step, event.step / per_epoch, wall_s)
                 case _:
                     continue

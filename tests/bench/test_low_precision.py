@@ -10,7 +10,7 @@ from rich.console import Console
 from torch.nn import functional
 
 from lockstep.bench.low_precision import Case, Problem, find_optimum, run_bench, run_centred, run_fixed
-from lockstep.bench.low_precision_report import describe_goal, find_factor
+from lockstep.bench.low_precision_report import build_table, describe_goal, find_factor
 from lockstep.data.generated import build_generated
 
 DECAY = 0.2
@@ -64,4 +64,19 @@ def test_the_command_leaves_a_row_for_each_side_and_a_chart(tmp_path: Path) -> N
     # A grid that is fine beside the gradients' noise leaves SGD's own floor.
     assert by_name["LP-SGD, 16 bits", "FP64"] == pytest.approx(by_name["SGD", "FP64"], rel=0.02)
     assert "LP-SVRG, 16 bits" in out.getvalue()
-    assert "plotly" in (tmp_path / "chart.html").read_text()[:200_000].lower()
+    page = (tmp_path / "chart.html").read_text()
+    assert len(page) < 2_200_000
+    assert page.count('"type":"scatter"') == len(rows)
+    table = page[page.index('id="measured-table"') :]
+    assert table[: table.index("</table>")].count("<tr>") == 1 + len(rows)
+    assert "never SGD (FP64), LP-SGD with 8 bits (FP64)" in page
+
+
+def test_no_number_of_the_table_is_cut_off_in_80_columns() -> None:
+    row = {"name": "LP-SVRG, 16 bits", "arithmetic": "FP32, Lockstep", "lr": 0.03, "seconds": 1234.0}
+    out = io.StringIO()
+    rows = [{**row, "passes": [0.0, 15.0, 30.0], "norms": [9.3e-2, 1e-5, 4.5e-17]}]
+    Console(file=out, width=80).print(build_table(rows))
+    told = out.getvalue()
+    assert "…" not in told
+    assert all(number in told for number in ("9.3e-02", "4.5e-17", "0.03", "1234"))

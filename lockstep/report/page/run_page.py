@@ -9,6 +9,7 @@ from lockstep.events import Event, RunEnded, RunStarted, read_events
 from lockstep.files import write_whole
 from lockstep.named import GIVEN
 from lockstep.report.history import History, list_notes, list_warnings, number
+from lockstep.report.page.anchors import tell_anchors
 from lockstep.report.page.charts import Numbers, tell_time
 from lockstep.report.page.curves import draw_curves
 from lockstep.report.page.document import Document, Section, build_document, build_list, build_table, escape, tell
@@ -51,6 +52,7 @@ def build_report(events: Iterable[Event], price: float | None = None) -> str:
         tell_timeline(history),
         tell_plan(history),
         tell_prediction(history),
+        tell_anchors(history),
         tell_layers(history),
         tell_mistakes(history),
         tell_ledger(history),
