@@ -42,6 +42,7 @@ PATIENCE_S = 600.0  # while kernels are chosen and compiled
 # NCCL's watchdog ends the process four times this long after it has noted that a collective timed out. PyTorch's own
 # 15 s are for a record of what was under way; here it is the time for `lookout.py` to say who is behind.
 LAST_WORDS_MS = 2000
+STEPS_APART = 7919  # ports between the steps of a Slurm job: more than jobs that run at a time are apart
 
 
 @dataclass(frozen=True)
@@ -188,15 +189,15 @@ def _read_torchrun(environment: Mapping[str, str]) -> Membership:
 def _read_slurm(environment: Mapping[str, str]) -> Membership:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     tasks_per_node = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Jobs that share a node must not meet at the same port; the job's number keeps them apart.
-    job = _read_int(environment, "SLURM_JOB_ID", 0)
+    # Jobs that share a node must not meet at the same port, nor steps of one job that run side by side.
+    number = _read_int(environment, "SLURM_JOB_ID", 0) + STEPS_APART * _read_int(environment, "SLURM_STEP_ID", 0)
     return Membership(
         rank=_read_int(environment, "SLURM_PROCID"),
         size=_read_int(environment, "SLURM_STEP_NUM_TASKS"),
         local_rank=_read_int(environment, "SLURM_LOCALID"),
         local_size=tasks_per_node[_read_int(environment, "SLURM_NODEID", 0) % len(tasks_per_node)],
         address=environment.get("MASTER_ADDR") or first_node(nodes) or "127.0.0.1",
-        port=_read_int(environment, "MASTER_PORT", 20000 + job % 20000),
+        port=_read_int(environment, "MASTER_PORT", 20000 + number % 20000),
     )
 
 
