@@ -1,6 +1,6 @@
 """One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
 
-import hashlib
+import json
 import os
 import signal
 import threading
@@ -13,10 +13,11 @@ from typing import Literal
 
 import torch
 
+from lockstep import __version__
 from lockstep.comm.lookout import Lookout
 from lockstep.comm.pulse import Failed, Lost, Pulse, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
-from lockstep.config import RunConfig, to_toml
+from lockstep.config import SECTIONS, RunConfig, to_toml
 from lockstep.data.sources import IMAGE_SUFFIXES, check_root, hash_labels
 from lockstep.engine.account import Startup
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
@@ -48,6 +49,7 @@ from lockstep.restarts import count_restarts, leave_outcome
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MOST_NAMED = 5  # settings that differ between ranks
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
 Outcome = Status | Literal["stopped"]  # by the program that listens
 # In a run's folder; `lost+found` is in any that is a file system of its own.
@@ -156,13 +158,17 @@ def share_settled(config: RunConfig, world: World) -> RunConfig:
 
 def check_alike(config: RunConfig, world: World) -> None:
     """Refuse ranks that were started with other settings: they would wait for each other, or train on nonsense."""
-    own = hashlib.sha256(to_toml(config).encode()).hexdigest()
-    differs = own != world.broadcast_value(own)
-    ranks = [rank for rank, differs in enumerate(world.gather_values(differs)) if differs]
-    if ranks:
-        raise SharedError(
-            f"Rank {ranks[0]} was started with other settings than rank 0; start all ranks with the same command."
-        )
+    own = {"Lockstep's version": __version__}
+    for section, table in config.model_dump(mode="json", include={*SECTIONS}).items():
+        own |= {f"{section}.{key}": json.dumps(value) for key, value in table.items()}
+    first = world.broadcast_value(own)
+    differing = [key for key in sorted(own.keys() | first.keys()) if own.get(key) != first.get(key)]
+    for rank, keys in enumerate(world.gather_values(differing[:MOST_NAMED])):
+        if keys:
+            raise SharedError(
+                f"Rank {rank} was started with other settings than rank 0 ({', '.join(keys)}); start all ranks with "
+                "the same command."
+            )
 
 
 def prepare_folder(folder: Path) -> None:
