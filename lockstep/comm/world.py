@@ -33,7 +33,7 @@ from lockstep.comm.meeting import (
 )
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
-from lockstep.errors import LockstepError, LostContact, SharedError
+from lockstep.errors import LockstepError, LostContact
 from lockstep.restarts import can_restart
 from lockstep.terminal import say
 
@@ -81,10 +81,12 @@ class World:
             dist.barrier()
 
     def note_failure(self, error: BaseException) -> None:
-        """This rank cannot go on; the others shall know why, unless they do, or another was lost before it."""
+        """This rank cannot go on; the others shall know why, unless one of them was lost before it.
+
+        Also of what every rank finds at once: it may be that only this one does, and rank 0 would say nothing.
+        """
         if self.pulse:
-            is_own = isinstance(error, LockstepError) and not isinstance(error, SharedError | LostContact)
-            self.pulse.fail(str(error) if is_own else "")
+            self.pulse.fail("" if isinstance(error, LostContact) else _phrase(error))
 
     def broadcast_value(self, value: Any, source: int = 0) -> Any:
         """One rank's plain value on every rank, by `values.py`: tuples become lists, also in a world of one."""
@@ -141,6 +143,13 @@ class World:
 
     def _message_device(self) -> torch.device:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _phrase(error: BaseException) -> str:
+    """Why a rank cannot go on, in a line; of what comes with a traceback, its last."""
+    if isinstance(error, LockstepError):
+        return str(error)
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
 
 
 def read_membership(environment: Mapping[str, str]) -> Membership | None:

@@ -15,7 +15,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.comm.lookout import Lookout
-from lockstep.comm.pulse import Failed, Lost, Pulse, end_process
+from lockstep.comm.pulse import Lost, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
 from lockstep.config import SECTIONS, RunConfig, to_toml
 from lockstep.data.sources import IMAGE_SUFFIXES, check_root, hash_labels
@@ -40,7 +40,7 @@ from lockstep.engine.starting import (
     settle_like,
 )
 from lockstep.engine.trainer import Status, StopRequest, Trainer
-from lockstep.errors import LockstepError, LostContact, SharedError
+from lockstep.errors import Followed, LockstepError, LostContact, SharedError
 from lockstep.events import Notice, Sink
 from lockstep.files import read_small, write_whole
 from lockstep.processes import answer_signals, end_on_second, note_stop, say_last
@@ -283,7 +283,8 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None, br
             sources = open_sources(config.data)
         world.barrier()
         return sources or open_sources(config.data)
-    check_root(root, config.data.read_timeout_s)  # there it must be on every node
+    if world.local_rank == 0:
+        check_root(root, config.data.read_timeout_s)  # there it must be on every node
     return scanned
 
 
@@ -357,9 +358,9 @@ def explain_failures(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if NO_MEMORY in str(error):
             raise LockstepError(_describe_want(world)) from error
-        if not any(words in str(error) for words in LOST_CONTACT):
+        if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in LOST_CONTACT):
             raise
-        raise LostContact(describe_loss(world.rank, world.pulse)) from error
+        raise explain_loss(world) from error
 
 
 def _describe_want(world: World) -> str:
@@ -378,7 +379,7 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         world.pulse,
         followed,
         timeout_s=timeout_s,
-        end=partial(end_rank, world.rank, world.pulse),
+        end=partial(end_rank, world),
         has_given_up=has_timed_out,
         is_stuck=torch.distributed.get_backend() == "nccl",
     )
@@ -388,23 +389,26 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         lookout.close()
 
 
-def end_rank(rank: int, pulse: Pulse, lost: Lost | None) -> None:
+def end_rank(world: World, lost: Lost | None) -> None:
     """Say who is lost and end this process at once: its main thread may never come back from the device."""
-    failed = pulse.find_failed()
-    say_last(f"lockstep: {phrase_failed(rank, failed) if failed else phrase_loss(rank, lost)}")
+    failed = find_failed(world)
+    if failed is None or world.local_rank == 0:
+        say_last(f"lockstep: {failed or phrase_loss(world.rank, lost)}")
     os._exit(1)
 
 
-def describe_loss(rank: int, pulse: Pulse | None) -> str:
+def explain_loss(world: World) -> LostContact:
     """Who is missing after a failed all-reduce: by its own word, or as far as the pulses tell."""
-    if pulse and (failed := pulse.find_failed()):
-        return phrase_failed(rank, failed)
-    return phrase_loss(rank, pulse.find_lost() if pulse else None)
+    failed = find_failed(world)
+    return failed or LostContact(phrase_loss(world.rank, world.pulse.find_lost() if world.pulse else None))
 
 
-def phrase_failed(rank: int, failed: Failed) -> str:
-    """The sentence on a rank that could say why it did not go on."""
-    return f"Rank {failed.rank} could not go on, and rank {rank} stopped with it: {failed.why}"
+def find_failed(world: World) -> Followed | None:
+    """The sentence on a rank that could say why it did not go on, if there is one."""
+    failed = world.pulse.find_failed() if world.pulse else None
+    if failed is None:
+        return None
+    return Followed(f"Rank {failed.rank} could not go on, and rank {world.rank} stopped with it: {failed.why}")
 
 
 def phrase_loss(rank: int, lost: Lost | None) -> str:
