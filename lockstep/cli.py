@@ -16,13 +16,15 @@ from lockstep import __version__
 from lockstep.bench.commands import bench
 from lockstep.bench.profile_command import add_profile
 from lockstep.engine.starting import Resume
-from lockstep.errors import LockstepError, SharedError
+from lockstep.errors import Followed, LockstepError, SharedError
 from lockstep.processes import (
     follow_launcher,
     name_process,
     quit_on_interrupt,
     say_interrupted,
     spare_imports,
+    speaks_for_all,
+    speaks_for_node,
     stop_status,
 )
 from lockstep.recipes import read
@@ -91,13 +93,20 @@ def _answer_mistakes() -> None:
         with spare_imports():
             _run_command()
     except LockstepError as error:
-        if not isinstance(error, SharedError) or os.environ.get("RANK", "0") == "0":
+        if _is_said_here(error):
             say(f"lockstep: {escape(str(error))}", sys.stderr)
         # What all ranks have come to would come again; a rank that lost the others is to be started again.
         sys.exit(leave_outcome(1, os.environ) if isinstance(error, SharedError) else 1)
     except KeyboardInterrupt:
         say_interrupted()
         sys.exit(130)
+
+
+def _is_said_here(error: LockstepError) -> bool:
+    """Whether it is this process that says it, where several would."""
+    if isinstance(error, SharedError):
+        return speaks_for_all(os.environ)
+    return not isinstance(error, Followed) or speaks_for_node(os.environ)
 
 
 def _run_command() -> None:

@@ -17,5 +17,9 @@ class LostContact(LockstepError):
     """Another rank is lost, and this one cannot go on without it."""
 
 
+class Followed(LostContact):
+    """That rank has said why itself; the first rank of every node repeats it."""
+
+
 class Stop(Exception):
     """Raised by whoever listens to a run: it ends after the step at hand, with a checkpoint, as if interrupted."""

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
@@ -90,8 +90,18 @@ def is_importing(frame: FrameType | None) -> bool:
 
 def say_interrupted() -> None:
     """The word on Ctrl-C, once for all ranks."""
-    if os.environ.get("RANK", "0") == "0":
+    if speaks_for_all(os.environ):
         say_last("lockstep: interrupted.")
+
+
+def speaks_for_all(environment: Mapping[str, str]) -> bool:
+    """Whether this process says what all ranks would say alike: rank 0, or one that is no rank."""
+    return environment.get("RANK", environment.get("SLURM_PROCID", "0")) == "0"
+
+
+def speaks_for_node(environment: Mapping[str, str]) -> bool:
+    """Whether this process says what all ranks of its node would say alike."""
+    return environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", "0")) == "0"
 
 
 def say_last(text: str) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.events import RunEnded
-from lockstep.processes import APART_S, spare_imports
+from lockstep.processes import APART_S, spare_imports, speaks_for_all, speaks_for_node
 from tests.engine import commands
 from tests.engine.conftest import spell_small_run, tiny_settings
 from tests.terminals import fill, open_terminal
@@ -260,3 +260,18 @@ def test_a_second_signal_ends_a_process_whose_terminal_is_not_read() -> None:
 def test_a_rank_that_is_no_text_is_no_traceback() -> None:
     status, out, err = commands.finish(commands.start_new("--version", RANK="\udcff"))
     assert (status, err) == (0, ""), out
+
+
+@pytest.mark.parametrize(
+    ("environment", "for_all", "for_node"),
+    [
+        ({}, True, True),
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}, True, True),
+        ({"RANK": "8", "LOCAL_RANK": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, False, True),
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, True, True),
+        ({"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}, False, True),
+        ({"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}, False, False),
+    ],
+)
+def test_who_says_what_several_would_say(environment: dict[str, str], for_all: bool, for_node: bool) -> None:
+    assert (speaks_for_all(environment), speaks_for_node(environment)) == (for_all, for_node)

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 from lockstep.comm.census import name_machine
 from lockstep.comm.meeting import peek
 from lockstep.comm.seal import Seal
+from lockstep.terminal import escape
 
 INTERVAL_S = 0.5
 # Two readings this far apart tell a living pulse from a dead one, also when the cores are shared by many ranks.
@@ -32,7 +33,7 @@ LISTEN_S = 3.0
 FORMAT = re.compile(r"(\d{1,15}) (\d{1,15}) (\d{1,15}) (on|left) ([!-~]{0,300})", re.ASCII)
 LOSS_FORMAT = re.compile(r"(\d{1,9}) (\d{1,15}) (\d{1,15}) ([!-~]{0,300})", re.ASCII)
 LOSS_KEY = "lockstep/lost"  # the rank that one of the others found to be lost
-FAILED_KEY = "lockstep/failed"  # which rank failed by itself, and its sentence; the last to write stands
+FAILED_KEY = "lockstep/failed"  # which rank failed by itself, and its sentence
 FAILED_FORMAT = re.compile(r"(\d{1,9}) ([ -~]{2,3600})", re.ASCII)
 MOST_WORDS = 500  # letters of such a sentence: each may take six in JSON, and a sealed value has a limit
 LEFT_KEY = "lockstep/left"  # how many have left in good order
@@ -142,13 +143,21 @@ class Pulse:
             return
         self.is_ending = True
         if why:
-            value = self._seal.close(FAILED_KEY, f"{self._rank} {json.dumps(why[:MOST_WORDS])}").decode()
-            _ask(lambda: self._store.set(FAILED_KEY, value), ANSWER_S)
+            _ask(lambda: self._leave_reason(escape(" ".join(why.split()))[:MOST_WORDS]), ANSWER_S)
+
+    def _leave_reason(self, why: str) -> None:
+        """Unless another rank was quicker, for want of which this one may have failed."""
+        if self._read_failed() is None:
+            value = self._seal.close(FAILED_KEY, f"{self._rank} {json.dumps(why)}")
+            self._store.set(FAILED_KEY, value.decode())
 
     def find_failed(self) -> Failed | None:
         """The rank that said why it could not go on, if any has."""
-        answers = _ask(lambda: peek(self._store, FAILED_KEY), ANSWER_S)
-        value = answers[0] if answers else None
+        answers = _ask(self._read_failed, ANSWER_S)
+        return answers[0] if answers else None
+
+    def _read_failed(self) -> Failed | None:
+        value = peek(self._store, FAILED_KEY)
         return parse_failed(self._seal.open(FAILED_KEY, value)) if value is not None else None
 
     def close(self) -> None:

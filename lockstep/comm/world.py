@@ -33,7 +33,7 @@ from lockstep.comm.meeting import (
 )
 from lockstep.comm.pulse import Pulse
 from lockstep.comm.seal import Seal
-from lockstep.errors import LockstepError, LostContact, SharedError
+from lockstep.errors import LockstepError, LostContact
 from lockstep.restarts import can_restart
 from lockstep.terminal import say
 
@@ -42,6 +42,7 @@ PATIENCE_S = 600.0  # while kernels are chosen and compiled
 # NCCL's watchdog ends the process four times this long after it has noted that a collective timed out. PyTorch's own
 # 15 s are for a record of what was under way; here it is the time for `lookout.py` to say who is behind.
 LAST_WORDS_MS = 2000
+STEPS_APART = 7919  # ports between the steps of a Slurm job: more than jobs that run at a time are apart
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,12 @@ class World:
             dist.barrier()
 
     def note_failure(self, error: BaseException) -> None:
-        """This rank cannot go on; the others shall know why, unless they do, or another was lost before it."""
+        """This rank cannot go on; the others shall know why, unless one of them was lost before it.
+
+        Also of what every rank finds at once: it may be that only this one does, and rank 0 would say nothing.
+        """
         if self.pulse:
-            is_own = isinstance(error, LockstepError) and not isinstance(error, SharedError | LostContact)
-            self.pulse.fail(str(error) if is_own else "")
+            self.pulse.fail("" if isinstance(error, LostContact) else _phrase(error))
 
     def broadcast_value(self, value: Any, source: int = 0) -> Any:
         """One rank's plain value on every rank, by `values.py`: tuples become lists, also in a world of one."""
@@ -142,6 +145,13 @@ class World:
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
+def _phrase(error: BaseException) -> str:
+    """Why a rank cannot go on, in a line; of what comes with a traceback, its last."""
+    if isinstance(error, LockstepError):
+        return str(error)
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
 def read_membership(environment: Mapping[str, str]) -> Membership | None:
     """The world that torchrun or srun started this process in, or None when it was started by hand."""
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -188,15 +198,15 @@ def _read_torchrun(environment: Mapping[str, str]) -> Membership:
 def _read_slurm(environment: Mapping[str, str]) -> Membership:
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
     tasks_per_node = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    # Jobs that share a node must not meet at the same port; the job's number keeps them apart.
-    job = _read_int(environment, "SLURM_JOB_ID", 0)
+    # Jobs that share a node must not meet at the same port, nor steps of one job that run side by side.
+    number = _read_int(environment, "SLURM_JOB_ID", 0) + STEPS_APART * _read_int(environment, "SLURM_STEP_ID", 0)
     return Membership(
         rank=_read_int(environment, "SLURM_PROCID"),
         size=_read_int(environment, "SLURM_STEP_NUM_TASKS"),
         local_rank=_read_int(environment, "SLURM_LOCALID"),
         local_size=tasks_per_node[_read_int(environment, "SLURM_NODEID", 0) % len(tasks_per_node)],
         address=environment.get("MASTER_ADDR") or first_node(nodes) or "127.0.0.1",
-        port=_read_int(environment, "MASTER_PORT", 20000 + job % 20000),
+        port=_read_int(environment, "MASTER_PORT", 20000 + number % 20000),
     )
 
 

@@ -1,6 +1,6 @@
 """One rank's whole run: join the world, build the parts, train, and say in one sentence what went wrong."""
 
-import hashlib
+import json
 import os
 import signal
 import threading
@@ -13,10 +13,11 @@ from typing import Literal
 
 import torch
 
+from lockstep import __version__
 from lockstep.comm.lookout import Lookout
-from lockstep.comm.pulse import Failed, Lost, Pulse, end_process
+from lockstep.comm.pulse import Lost, end_process
 from lockstep.comm.world import Membership, World, has_timed_out, join_world
-from lockstep.config import RunConfig, to_toml
+from lockstep.config import SECTIONS, RunConfig, to_toml
 from lockstep.data.sources import IMAGE_SUFFIXES, check_root, hash_labels
 from lockstep.engine.account import Startup
 from lockstep.engine.brought import NOTHING, Brought, has_own_data
@@ -39,7 +40,7 @@ from lockstep.engine.starting import (
     settle_like,
 )
 from lockstep.engine.trainer import Status, StopRequest, Trainer
-from lockstep.errors import LockstepError, LostContact, SharedError
+from lockstep.errors import Followed, LockstepError, LostContact, SharedError
 from lockstep.events import Notice, Sink
 from lockstep.files import read_small, write_whole
 from lockstep.processes import answer_signals, end_on_second, note_stop, say_last
@@ -48,6 +49,7 @@ from lockstep.restarts import count_restarts, leave_outcome
 
 # A closed terminal sends HUP; Slurm can send USR1 ahead of a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+MOST_NAMED = 5  # settings that differ between ranks
 NO_MEMORY = "can't allocate memory"  # in the message of PyTorch's allocator for the host
 Outcome = Status | Literal["stopped"]  # by the program that listens
 # In a run's folder; `lost+found` is in any that is a file system of its own.
@@ -156,13 +158,17 @@ def share_settled(config: RunConfig, world: World) -> RunConfig:
 
 def check_alike(config: RunConfig, world: World) -> None:
     """Refuse ranks that were started with other settings: they would wait for each other, or train on nonsense."""
-    own = hashlib.sha256(to_toml(config).encode()).hexdigest()
-    differs = own != world.broadcast_value(own)
-    ranks = [rank for rank, differs in enumerate(world.gather_values(differs)) if differs]
-    if ranks:
-        raise SharedError(
-            f"Rank {ranks[0]} was started with other settings than rank 0; start all ranks with the same command."
-        )
+    own = {"Lockstep's version": __version__}
+    for section, table in config.model_dump(mode="json", include={*SECTIONS}).items():
+        own |= {f"{section}.{key}": json.dumps(value) for key, value in table.items()}
+    first = world.broadcast_value(own)
+    differing = [key for key in sorted(own.keys() | first.keys()) if own.get(key) != first.get(key)]
+    for rank, keys in enumerate(world.gather_values(differing[:MOST_NAMED])):
+        if keys:
+            raise SharedError(
+                f"Rank {rank} was started with other settings than rank 0 ({', '.join(keys)}); start all ranks with "
+                "the same command."
+            )
 
 
 def prepare_folder(folder: Path) -> None:
@@ -277,7 +283,8 @@ def share_sources(config: RunConfig, world: World, progress: Progress | None, br
             sources = open_sources(config.data)
         world.barrier()
         return sources or open_sources(config.data)
-    check_root(root, config.data.read_timeout_s)  # there it must be on every node
+    if world.local_rank == 0:
+        check_root(root, config.data.read_timeout_s)  # there it must be on every node
     return scanned
 
 
@@ -351,9 +358,9 @@ def explain_failures(world: World) -> Iterator[None]:
     except RuntimeError as error:
         if NO_MEMORY in str(error):
             raise LockstepError(_describe_want(world)) from error
-        if not any(words in str(error) for words in LOST_CONTACT):
+        if not isinstance(error, torch.distributed.DistError) and not any(word in str(error) for word in LOST_CONTACT):
             raise
-        raise LostContact(describe_loss(world.rank, world.pulse)) from error
+        raise explain_loss(world) from error
 
 
 def _describe_want(world: World) -> str:
@@ -372,7 +379,7 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         world.pulse,
         followed,
         timeout_s=timeout_s,
-        end=partial(end_rank, world.rank, world.pulse),
+        end=partial(end_rank, world),
         has_given_up=has_timed_out,
         is_stuck=torch.distributed.get_backend() == "nccl",
     )
@@ -382,23 +389,26 @@ def watch_ranks(world: World, timeout_s: float) -> Iterator[None]:
         lookout.close()
 
 
-def end_rank(rank: int, pulse: Pulse, lost: Lost | None) -> None:
+def end_rank(world: World, lost: Lost | None) -> None:
     """Say who is lost and end this process at once: its main thread may never come back from the device."""
-    failed = pulse.find_failed()
-    say_last(f"lockstep: {phrase_failed(rank, failed) if failed else phrase_loss(rank, lost)}")
+    failed = find_failed(world)
+    if failed is None or world.local_rank == 0:
+        say_last(f"lockstep: {failed or phrase_loss(world.rank, lost)}")
     os._exit(1)
 
 
-def describe_loss(rank: int, pulse: Pulse | None) -> str:
+def explain_loss(world: World) -> LostContact:
     """Who is missing after a failed all-reduce: by its own word, or as far as the pulses tell."""
-    if pulse and (failed := pulse.find_failed()):
-        return phrase_failed(rank, failed)
-    return phrase_loss(rank, pulse.find_lost() if pulse else None)
+    failed = find_failed(world)
+    return failed or LostContact(phrase_loss(world.rank, world.pulse.find_lost() if world.pulse else None))
 
 
-def phrase_failed(rank: int, failed: Failed) -> str:
-    """The sentence on a rank that could say why it did not go on."""
-    return f"Rank {failed.rank} could not go on, and rank {rank} stopped with it: {failed.why}"
+def find_failed(world: World) -> Followed | None:
+    """The sentence on a rank that could say why it did not go on, if there is one."""
+    failed = world.pulse.find_failed() if world.pulse else None
+    if failed is None:
+        return None
+    return Followed(f"Rank {failed.rank} could not go on, and rank {world.rank} stopped with it: {failed.why}")
 
 
 def phrase_loss(rank: int, lost: Lost | None) -> str:

@@ -42,9 +42,20 @@ def test_a_rank_that_could_not_go_on_is_named_with_its_own_sentence(pulses: list
     assert pulses[0].find_failed() is None
     pulses[1].fail("The file näh.jpeg cannot be read; " + "x" * 600)
     pulses[1].fail("a second word")
-    pulses[2].fail("")  # it knows of rank 1
+    pulses[2].fail("")  # for want of rank 1
     assert pulses[0].find_failed() == Failed(1, ("The file näh.jpeg cannot be read; " + "x" * 600)[:500])
     assert all(pulse.is_ending == (pulse is not pulses[0]) for pulse in pulses)
+
+
+def test_the_first_reason_stands_for_what_fails_later_may_fail_for_want_of_it(pulses: list[Pulse]) -> None:
+    pulses[1].fail("No memory.")
+    pulses[2].fail("Nobody answers.")
+    assert pulses[0].find_failed() == Failed(1, "No memory.")
+
+
+def test_a_reason_of_several_lines_that_would_steer_a_terminal_is_one_that_can_be_printed(pulses: list[Pulse]) -> None:
+    pulses[1].fail("mat1 and mat2\n  cannot be \x1b[2Jmultiplied")
+    assert pulses[0].find_failed() == Failed(1, "mat1 and mat2 cannot be \\x1b[2Jmultiplied")
 
 
 @pytest.mark.parametrize(

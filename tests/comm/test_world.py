@@ -52,6 +52,11 @@ def test_slurm_variables_name_the_rank() -> None:
     assert read_membership(SLURM) == Membership(17, 20, 1, 4, "gpu003", 20000 + 123456 % 20000)
 
 
+def test_steps_of_a_slurm_job_that_run_side_by_side_meet_at_ports_of_their_own() -> None:
+    steps = [read_membership(SLURM | {"SLURM_STEP_ID": str(step)}) for step in range(100)]
+    assert len({step.port for step in steps if step}) == 100
+
+
 def test_a_starter_that_names_no_local_rank_has_one_rank_on_each_node() -> None:
     """As a Kubernetes job of one rank per pod: counting all ranks as local would rule NCCL out."""
     pod = {key: value for key, value in TORCHRUN.items() if not key.startswith("LOCAL_")}

@@ -96,3 +96,29 @@ class Failing(nn.Module):
             raise LockstepError("The disk of nobody’s images is full; free some.")
         logits: Tensor = self.head(images.mean((2, 3)))
         return logits
+
+
+class Unbuilt(nn.Linear):
+    """A network that one of two ranks cannot even build, as where its node lacks a file."""
+
+    def __init__(self, num_classes: int) -> None:
+        if os.environ.get("RANK") == "1":
+            raise FileNotFoundError("no backbone.pth\nanywhere")
+        super().__init__(3, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.mean((2, 3)))
+
+
+class Mistaken(Unbuilt):
+    """A network with a mistake that one of two ranks meets, in steps that are under way."""
+
+    def __init__(self, num_classes: int) -> None:
+        nn.Linear.__init__(self, 3, num_classes)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 2 and os.environ.get("RANK") == "1":
+            raise KeyError("backbone")
+        return super().forward(images)

@@ -295,17 +295,52 @@ def test_what_would_fail_again_is_not_tried_again(images: Path, tmp_path: Path) 
     assert sum(event.kind == "RunStarted" for event in commands.events(folder)) == 1
 
 
-def test_why_one_rank_could_not_go_on_is_said_by_all_and_told_by_the_run(images: Path, tmp_path: Path) -> None:
+def run_network(name: str, images: Path, folder: Path, ranks: int = 2) -> tuple[int, str, list[str]]:
+    """Status, all that was said, and the sentences of ranks that train a network of `own_networks.py`."""
+    own = [*tiny_settings(images), f"model={{name = 'tests.engine.own_networks:{name}'}}", "comm.tune_s=0"]
+    settings = [f"--set={setting}" for setting in own]
+    status, out, err = commands.run("train", "quickstart", f"--ranks={ranks}", f"--out={folder}", *settings)
+    return status, out + err, sorted(line for line in err.splitlines() if line.startswith("lockstep: "))
+
+
+def test_why_one_rank_could_not_go_on_is_told_by_the_run_and_said_once_more_on_each_node(
+    images: Path, tmp_path: Path
+) -> None:
     """And not that it stopped answering, which is all that the others see."""
     folder = tmp_path / "run"
-    own = [*tiny_settings(images), "model={name = 'tests.engine.own_networks:Failing'}", "comm.tune_s=0"]
-    settings = [f"--set={setting}" for setting in own]
-    status, out, err = commands.run("train", "quickstart", "--ranks=2", f"--out={folder}", *settings)
+    status, said, sentences = run_network("Failing", images, folder, ranks=3)
     why = "The disk of nobody’s images is full; free some."
-    assert (status, "Traceback" in out + err) == (1, False), err
-    assert f"lockstep: {why}" in err
+    followed = f"Rank 1 could not go on, and rank 0 stopped with it: {why}"
+    assert (status, "Traceback" in said) == (1, False), said
+    assert sentences == [f"lockstep: {followed}", f"lockstep: {why}"]
     (ended,) = (event for event in commands.events(folder) if isinstance(event, RunEnded))
-    assert ended.reason == f"Rank 1 could not go on, and rank 0 stopped with it: {why}"
+    assert ended.reason == followed
+
+
+def test_a_network_that_one_rank_alone_cannot_build_is_said(images: Path, tmp_path: Path) -> None:
+    """By rank 0, which speaks for all where it is a mistake that every rank finds."""
+    status, said, sentences = run_network("Unbuilt", images, tmp_path / "run")
+    assert (status, "Traceback" in said) == (1, False), said
+    assert len(sentences) == 1
+    assert sentences[0].startswith("lockstep: Rank 1 could not go on, and rank 0 stopped with it: model.name = ")
+    assert "FileNotFoundError: no backbone.pth" in sentences[0]
+
+
+def test_of_a_mistake_in_a_users_network_the_others_say_the_last_line(images: Path, tmp_path: Path) -> None:
+    status, said, sentences = run_network("Mistaken", images, tmp_path / "run")
+    assert (status, "Traceback" in said) == (1, True), said
+    assert sentences == ["lockstep: Rank 1 could not go on, and rank 0 stopped with it: KeyError: 'backbone'"]
+
+
+def test_ranks_of_other_settings_are_refused_by_one_sentence_that_names_them(images: Path, tmp_path: Path) -> None:
+    port = find_port()
+    ranks = [
+        commands.start(*arguments(images, f"train.seed={rank}"), cwd=tmp_path, **slurm_variables(rank, port))
+        for rank in range(2)
+    ]
+    ends = [commands.finish(process) for process in ranks]
+    why = "Rank 1 was started with other settings than rank 0 (train.seed); start all ranks with the same command."
+    assert [(status, err) for status, _, err in ends] == [(1, f"lockstep: {why}\n"), (1, "")]
 
 
 def test_ranks_that_are_lost_after_the_last_step_leave_a_finished_run(images: Path, tmp_path: Path) -> None:

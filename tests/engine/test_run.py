@@ -266,7 +266,7 @@ def list_names(world: World, images: Path, moved: Path | None) -> list[str]:
         build.open_folder = None  # type: ignore[assignment]
         config = config.model_copy(update={"data": config.data.model_copy(update={"path": str(moved or images)})})
     try:
-        sources = share_sources(config, world, None)
+        sources = share_sources(config, replace(world, local_rank=0), None)  # each on a node of its own
     except LockstepError as error:
         return [str(error)]
     names = [sources.train.name(sample) for sample in range(sources.train.num_samples)]
