@@ -81,6 +81,8 @@ def _judge(
     # Whoever found the cause spoke first; what was said before ranks started again is another story.
     restarts = [place for place, line in enumerate(said) if "start again (" in line]
     said = said[restarts[-1] + 1 :] if restarts else said
+    # But for a rank that cannot go on: the others may give its reason before it does itself.
+    said = [line for line in said if " stopped with it: " not in line] or said
     raise kind(said[0] if said else f"The ranks ended with status {status}; see what they printed.")
 
 

@@ -30,6 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks CUDA what there is
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is defined: kernels run on the CPU, step by step
+        from tests.interpreter import mend_interpreter  # not before: it loads Triton
+
+        mend_interpreter()
     from lockstep.processes import start_hearing  # not before: the package has variables of its own for CUDA
 
     start_hearing()  # where the tests run in the background, what they start is to be interrupted all the same

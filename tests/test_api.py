@@ -447,6 +447,10 @@ def test_the_first_sentence_after_the_last_restart_is_the_reason(tmp_path: Path)
     ]
     with pytest.raises(lockstep.LockstepError, match=r"^A\.$"):
         _judge(1, words, tmp_path, was_signalled=False, was_asked=False)
+    passed_on = "lockstep: Rank 0 could not go on, and rank 1 stopped with it: A."
+    for words, reason in (([passed_on, "lockstep: A."], r"^A\.$"), ([passed_on], r"^Rank 0 .* stopped with it: A\.$")):
+        with pytest.raises(lockstep.LockstepError, match=reason):
+            _judge(1, words, tmp_path, was_signalled=False, was_asked=False)
     with pytest.raises(lockstep.LockstepError, match="status 9"):
         _judge(9, ["noise"], tmp_path, was_signalled=False, was_asked=False)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.anew import imported_anew
+
 TIMM = {
     "__init__.py": """
 from torch import nn
@@ -86,8 +88,5 @@ def timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in TIMM.items():
         (folder / name).write_text(text)
     monkeypatch.setattr(sys, "path", [str(folder.parent), *sys.path])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
-        del sys.modules[name]
+    with imported_anew("timm"):
+        yield

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from lockstep.comm.world import (
@@ -222,3 +223,9 @@ def test_what_any_groups_watchdog_has_noted_is_found(
     groups = {Group("no GPU"): None, Group("SUCCESS"): None, Group(noted): None}
     monkeypatch.setattr(distributed_c10d, "_pg_map", groups)
     assert has_timed_out() is expected
+
+
+@pytest.mark.skipif(not distributed_c10d.is_nccl_available(), reason="needs a PyTorch with NCCL")
+def test_nccls_watchdog_notes_under_the_names_that_are_asked_for() -> None:
+    assert callable(distributed_c10d.ProcessGroupNCCL.get_error)
+    assert ErrorType.SUCCESS.name == "SUCCESS"

@@ -169,7 +169,7 @@ def test_under_torchrun_a_folder_that_is_refused_is_refused_again_when_ranks_are
     program = shlex.join([sys.executable, "-m", "lockstep", *arguments(images, "train.duration=2ep"), f"--out={old}"])
     result = run_by_agent(tmp_path, f"exec {program}", "--standalone", "--max-restarts=1")
     assert result.returncode != 0
-    assert result.stderr.count("already holds a run; add --resume") == 2
+    assert result.stderr.count(f"lockstep: {old} already holds a run; add --resume") == 2  # by rank 0 each time
     lock = {old / LOCK_FILE: b""}  # which names who had it last
     assert read_files(old) | lock == files | lock
 

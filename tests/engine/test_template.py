@@ -1,5 +1,6 @@
 """Ranks that are forked: as clean as new programs, children of the launcher, gone with it."""
 
+import importlib
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import __version__
+from lockstep.engine.template import FIRST_STEP
+from lockstep.kernels import has_triton
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
@@ -162,6 +165,14 @@ def test_where_there_are_gpus_ranks_have_what_a_first_step_would_import() -> Non
         f"print([name in sys.modules for name in ({modules})], torch.cuda.is_initialized())"
     )
     assert out.splitlines() == ["[true, true]", "[False, False] False"], "in the ranks, and not in the launcher"
+
+
+def test_what_is_read_ahead_has_these_names() -> None:
+    """Whatever fails there is left to the ranks, in silence."""
+    for module in FIRST_STEP:
+        importlib.import_module(module)
+    if has_triton():
+        assert callable(importlib.import_module("triton.runtime.cache").triton_key)
 
 
 def test_a_template_that_is_still_importing_holds_nobody_up() -> None:

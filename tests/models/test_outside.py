@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError
 from lockstep.models import build_started
 from lockstep.models.vetting import vet_network
+from tests.anew import imported_anew
 
 CODE = """
 import torch
@@ -51,12 +52,10 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "mynets" / "small.py").write_text(CODE)
     (tmp_path / "mynets" / "broken.py").write_text("import nothing_of_that_name\n")
     monkeypatch.chdir(tmp_path)
-    before, path = set(sys.modules), list(sys.path)
-    yield tmp_path
+    path = list(sys.path)
+    with imported_anew("mynets", "timm", "torchvision"):
+        yield tmp_path
     sys.path[:] = path
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("mynets", "timm", "torchvision"):
-            del sys.modules[name]
 
 
 def build(name: str, seed: int = 1, sizes: tuple[int, ...] = (8,), **settings: Any) -> nn.Module:

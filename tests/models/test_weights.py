@@ -1,7 +1,6 @@
 """Weights from files, matched to a network by name and shape."""
 
 import contextlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.errors import LockstepError
 from lockstep.models import build_model, initialize
 from lockstep.models.weights import fetch_weights, fit_weights, read_weights
+from tests.anew import imported_anew
 
 
 def small(num_classes: int = 5, **settings: Any) -> nn.Module:
@@ -172,11 +172,8 @@ def test_libraries_give_published_weights_by_name(tmp_path: Path, monkeypatch: p
         "def get_model_weights(name): return {'tiny': Tiny_Weights}[name]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    try:
+    with imported_anew("torchvision"):
         assert fetch_weights("torchvision:tiny")["a"].tolist() == [2.0, 2.0]
         assert fetch_weights("torchvision:Tiny_Weights.V1")["a"].tolist() == [1.0, 1.0]
         with pytest.raises(LockstepError, match=r"no weights to give for model\.weights = torchvision:other"):
             fetch_weights("torchvision:other")
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
