@@ -101,6 +101,7 @@ class Pulse:
         self._found: Lost | None = None  # by this rank, for all others to read
         self.rounds = 0  # that the thread has made; it stands still where the store does not answer
         self.is_cut = False  # the store has hung up
+        self._is_mute = False  # the store has not answered the last question
         self.is_ending = False  # this rank cannot go on and is about to say why: it waits for nobody any more
         self.reported: Lost | None = None  # by any rank
         self._process = name_process(os.getpid())
@@ -154,6 +155,7 @@ class Pulse:
     def find_failed(self) -> Failed | None:
         """The rank that said why it could not go on, if any has."""
         answers = _ask(self._read_failed, ANSWER_S)
+        self._is_mute = not answers
         return answers[0] if answers else None
 
     def _read_failed(self) -> Failed | None:
@@ -171,7 +173,7 @@ class Pulse:
         Whoever finds a dead rank first tells all others: it ends itself then, and must not be taken for the lost one.
         A store behind a cut network never answers, and no question to it has an end: it is taken for gone.
         """
-        found = _ask(self._find_lost, LISTEN_S + ANSWER_S)
+        found = [] if self._is_mute else _ask(self._find_lost, LISTEN_S + ANSWER_S)
         return found[0] if found else self.lose_keeper()
 
     def _find_lost(self) -> Lost | None:
@@ -213,7 +215,9 @@ class Pulse:
 
     def lose_keeper(self) -> Lost | None:
         """The rank that keeps the store; None where it is no rank."""
-        return None if self._keeper is None else Lost(self._keeper, True, *self._progress)
+        if self._keeper is None:
+            return None
+        return Lost(self._keeper, True, *self._progress, self._last.get(self._keeper, NEVER).process)
 
     def _beat(self) -> None:
         while not self._stop.is_set():
@@ -221,11 +225,17 @@ class Pulse:
                 self._tell()
                 if self._followed is not None:
                     self._exchange(self._followed)
+                self._meet_keeper()
             except RuntimeError:
                 self.is_cut = True
                 return  # the store is gone, and the world with it
             self.rounds += 1
             self._stop.wait(INTERVAL_S)
+
+    def _meet_keeper(self) -> None:
+        """Learn which process keeps the store: once it is lost, there is no store to ask."""
+        if self._keeper is not None and self._keeper not in (self._rank, *self._last):
+            self._read_one(self._keeper)
 
     def _tell(self) -> None:
         key = _key(self._rank)

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from lockstep.comm import pulse as module
-from lockstep.comm.pulse import Failed, Lost, Pulse, end_process, parse_beat, parse_failed
+from lockstep.comm.pulse import Failed, Lost, Pulse, end_process, name_process, parse_beat, parse_failed
 from lockstep.comm.seal import Seal
 from tests.strangers import Replaying
 
@@ -73,6 +73,19 @@ def test_a_store_that_does_not_answer_holds_up_no_rank_that_fails(monkeypatch: p
     pulse.fail("why")
     assert pulse.find_failed() is None
     assert time.monotonic() - begun < 5
+
+
+def test_a_keeper_whose_store_does_not_answer_is_lost_at_once_and_its_process_known(
+    pulses: list[Pulse], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped one is to be ended, or its agent waits for it."""
+    monkeypatch.setattr(module, "ANSWER_S", 0.2)
+    time.sleep(0.2)
+    monkeypatch.setattr(pulses[1], "_store", Hanging())
+    begun = time.monotonic()
+    assert pulses[1].find_failed() is None
+    assert pulses[1].find_lost() == Lost(0, True, 7, 2, name_process(os.getpid()))
+    assert time.monotonic() - begun < 3
 
 
 class Hanging:
@@ -372,7 +385,7 @@ class SlowStore:
 
 def test_the_word_of_a_rank_that_leaves_is_its_last() -> None:
     slow = SlowStore()
-    pulse = Pulse(slow, 1, 2)  # type: ignore[arg-type]
+    pulse = Pulse(slow, 1, 2, keeper=None)  # type: ignore[arg-type]
     slow.is_armed.set()
     assert slow.holds.wait(40)  # the thread is about to write that this rank is on
     pulse.leave()
