@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import HashStore
 
+from lockstep.comm.pulse import Lost, Pulse
 from lockstep.comm.world import World
 from lockstep.data.pack import pack_folder
 from lockstep.engine import build, checkpoint, run
 from lockstep.engine.checkpoint import list_checkpoints
 from lockstep.engine.identity import IDENTITY_FILE, read_identity
-from lockstep.engine.run import STOP_SIGNALS, explain_failures, run_rank, share_sources, watch_signals
+from lockstep.engine.run import STOP_SIGNALS, end_rank, explain_failures, run_rank, share_sources, watch_signals
 from lockstep.errors import LockstepError, SharedError
 from lockstep.events import EpochDone, Event, Notice, RunEnded, RunStarted, Sink, StepDone
 from lockstep.report.run import SilentSink
@@ -382,3 +384,29 @@ def test_a_folder_of_other_things_is_refused_and_one_with_leftovers_is_not(tmp_p
     (tmp_path / "fresh" / "checkpoints").mkdir()
     run.prepare_folder(tmp_path / "fresh")
     run.prepare_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("why", "rank", "expected"),
+    [
+        ("", 0, "lockstep: Rank 2 stopped answering and never sent buffer 2 of step 7; rank 0 stopped."),
+        ("", 1, "lockstep: Rank 2 stopped answering and never sent buffer 2 of step 7; rank 1 stopped."),
+        ("The disk is full.", 0, "lockstep: Rank 2 could not go on, and rank 0 stopped with it: The disk is full."),
+        ("The disk is full.", 1, ""),  # rank 0 of its node says it
+    ],
+)
+def test_a_gpus_rank_that_would_wait_for_ever_says_who_is_lost_and_why(
+    why: str, rank: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    ended: list[int] = []
+    monkeypatch.setattr(run, "say_last", said.append)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    store = HashStore()
+    pulse, lost = Pulse(store, rank, 3, keeper=None), Pulse(store, 2, 3, keeper=None)
+    lost.fail(why)
+    end_rank(replace(world_of_one(), rank=rank, local_rank=rank, size=3, pulse=pulse), Lost(2, True, 7, 1))
+    for one in (pulse, lost):
+        one.close()
+    assert "".join(said) == expected
+    assert ended == [1]
