@@ -206,3 +206,16 @@ def _wait_for_second(reader: int, numbers: Collection[int], leave: Callable[[int
             if number in numbers and now - firsts.setdefault(number, now) > APART_S:
                 say_last("lockstep: stopped at once, as asked; go on from the last checkpoint with --resume.")
                 os._exit(leave(128 + number))
+
+
+@contextmanager
+def stopping_by_exception() -> Iterator[None]:
+    """While inside, SIGTERM is a KeyboardInterrupt too, so that what was begun is ended; a run sees to both itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

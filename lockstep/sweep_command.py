@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from lockstep.errors import LockstepError
-from lockstep.processes import quit_on_interrupt
+from lockstep.processes import quit_on_interrupt, stopping_by_exception
 
 WIDTH = 140  # columns of a table that goes to a file
 WORKER = re.compile(r"(\d{1,4})/(\d{1,4})")
@@ -43,7 +43,6 @@ def sweep(
             open_sweep,
             retry_failed,
             spread_over,
-            stopping_by_exception,
             take_share,
             work,
             write_results,

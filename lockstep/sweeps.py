@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -415,16 +414,3 @@ def _passing_signals(processes: Sequence["subprocess.Popen[bytes]"]) -> Iterator
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def stopping_by_exception() -> Iterator[None]:
-    """While inside, SIGTERM is a KeyboardInterrupt too; a run that is under way sees to both itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

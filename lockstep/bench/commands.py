@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lockstep.bench.step_command import step_command
 from lockstep.errors import LockstepError
+from lockstep.processes import stopping_by_exception
 
 # What `bench input` takes unless told otherwise: turns of each side, seconds of one, seconds a network is fed.
 INPUT_ROUNDS, INPUT_ROUND_S, FED_S = 5, 3.0, 60.0
@@ -229,11 +230,15 @@ def chaos_command(
         is_clean = show([read_report(file) for file in files or []], console)
     elif every is not None:
         for_s = lasting or max(120.0, 4.5 * every)
-        is_clean = measure_useful(
-            every_s=every, for_s=for_s, seed=seed, num_ranks=ranks, json_file=json_file, console=console
-        )
+        with stopping_by_exception():
+            is_clean = measure_useful(
+                every_s=every, for_s=for_s, seed=seed, num_ranks=ranks, json_file=json_file, console=console
+            )
     else:
-        is_clean = run(count=faults, seed=seed, num_ranks=ranks, backend=backend, json_file=json_file, console=console)
+        with stopping_by_exception():
+            is_clean = run(
+                count=faults, seed=seed, num_ranks=ranks, backend=backend, json_file=json_file, console=console
+            )
     if not is_clean:
         raise typer.Exit(1)
 

@@ -42,6 +42,7 @@ from lockstep.bench.chaos.useful import count_steps, measure_lost
 from lockstep.cli import app
 from lockstep.errors import LockstepError
 from lockstep.events import EpochDone, Event, RunStarted, StepDone, encode
+from tests.engine import commands
 
 ROW = Row(1, "restarts", "SIGKILL", "rank 0", "step", 5, True, False, True, None, 0.5, 2.5, False)
 
@@ -398,3 +399,17 @@ def test_time_is_lost_from_a_fault_until_the_run_is_as_far_again() -> None:
     assert measure_lost(undisturbed, 10.0, 20.0) == 0
     assert measure_lost([*undisturbed, again, step(15.5, 12)], 10.0, 20.0) == pytest.approx(8.0), "never as far again"
     assert measure_lost([*undisturbed, *later], 18.0, 20.0) == 0
+
+
+def test_a_campaign_that_is_asked_to_end_leaves_nothing(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "bench", "chaos", "--faults=5"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    commands.wait_until(lambda: bool(list(tmp_path.glob("lockstep-chaos-*/*"))), process)
+    process.terminate()
+    assert process.communicate(timeout=60)[1] == "lockstep: interrupted.\n"
+    assert list(tmp_path.glob("lockstep-chaos-*")) == []
