@@ -47,4 +47,4 @@ def default_sync_mode(request: pytest.FixtureRequest) -> Iterator[None]:
 
         free_memory()  # of which other workers' ranks have none otherwise
         left = reset_sync_mode()
-        assert left == 0, f"the test left the sync debug mode at {left}; use tests.device.sync_errors"
+        assert left == 0, f"the test left the sync debug mode at {left}; use refuse_waits of lockstep.engine.recorded"

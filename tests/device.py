@@ -1,30 +1,10 @@
-"""The GPU under test: what makes the host wait for it is an error while asked for, and never longer."""
+"""The GPU under test: left as it was found."""
 
 import gc
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
-
-@contextmanager
-def sync_errors() -> Iterator[None]:
-    """While inside, an operation that makes the host wait for the GPU raises."""
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        set_sync_mode("error")
-        yield
-    finally:
-        set_sync_mode(before)
-
-
-def set_sync_mode(mode: int | str) -> None:
-    """Set PyTorch's mode for such operations, which warns that it does not see all of them."""
-    with warnings.catch_warnings():
-        # As an error, the warning would be raised after the mode was set, and the mode would stay.
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode(mode)
+from lockstep.engine.recorded import set_sync_mode
 
 
 def reset_sync_mode() -> int:

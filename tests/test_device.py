@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from tests.device import reset_sync_mode, sync_errors
+from lockstep.engine.recorded import refuse_waits
+from tests.device import reset_sync_mode
 
 
 @pytest.fixture
@@ -24,13 +25,13 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_waiting_for_the_gpu_is_an_error_inside_and_not_after(mode: list[int]) -> None:
-    with sync_errors():
+    with refuse_waits():
         assert mode == [2]
     assert mode == [0]
 
 
 def test_the_mode_is_put_back_after_a_failure(mode: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="called a synchronizing"), sync_errors():
+    with pytest.raises(RuntimeError, match="called a synchronizing"), refuse_waits():
         raise RuntimeError("called a synchronizing CUDA operation")
     assert mode == [0]
 

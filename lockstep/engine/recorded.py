@@ -163,15 +163,17 @@ def refuse_waits() -> Iterator[None]:
     """
     before = torch.cuda.get_sync_debug_mode()
     try:
-        _set_sync_mode("error")
+        set_sync_mode("error")
         yield
     finally:
-        _set_sync_mode(before)
+        set_sync_mode(before)
 
 
-def _set_sync_mode(mode: int | str) -> None:
+def set_sync_mode(mode: int | str) -> None:
+    """Set PyTorch's mode for operations that wait for the device."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that PyTorch does not see all waits
+        # That PyTorch does not see all waits; as an error it would come after the mode was set, which would stay.
+        warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode(mode)
 
 

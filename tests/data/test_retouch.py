@@ -10,10 +10,10 @@ import torch
 from lockstep.data import retouch
 from lockstep.data.pipeline import Batch
 from lockstep.data.retouch import Augmentation, draw_cutouts, draw_erased, draw_shifts, reflect, shift_squares
+from lockstep.engine.recorded import refuse_waits
 from tests.data.pictures import Pictures, encode, photos, picture
 from tests.data.test_device_batch import TOLERANCE
 from tests.data.test_pipeline import MEAN, STD, eval_pipeline, same, take, train_pipeline
-from tests.device import sync_errors
 
 EVERY = Augmentation(pad=3, policy="trivial", erase=0.5, mixup=0.4, cutmix=1.0)
 ONLY = {
@@ -242,5 +242,5 @@ def test_the_host_never_waits_for_a_gpu() -> None:
         return array.pin_memory().to("cuda", non_blocking=True)
 
     for _ in range(2):  # the first allocates
-        with sync_errors():
+        with refuse_waits():
             drawn.make_batch(torch.zeros(64, 10), images, crop, MEAN, STD, send)

@@ -21,13 +21,12 @@ from lockstep.engine.anchor_pass import Anchors
 from lockstep.engine.apply import Step, apply_execution, apply_plan, apply_reduction, build_launched
 from lockstep.engine.build import Parts, assemble, build_network, set_number_formats
 from lockstep.engine.measure import fake_batch
-from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.recorded import RecordedStep, refuse_waits
 from lockstep.engine.step import LOSS, train_step
 from lockstep.models import set_fused
 from lockstep.optim.schedule import Schedule
 from lockstep.optim.svrg import Svrg
 from lockstep.plan.plan import Execution
-from tests.device import sync_errors
 from tests.engine.small import compile_without_a_compiler, small_config
 from tests.ranks import run_ranks
 
@@ -183,7 +182,7 @@ def test_the_host_never_waits_for_the_device(execution: Execution) -> None:
         batch = fake_batch(config, world)
         for _ in range(6):
             step(batch, 0.1, False)
-        with sync_errors():
+        with refuse_waits():
             for _ in range(3):
                 step(batch, 0.1, False)
 

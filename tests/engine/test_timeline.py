@@ -9,11 +9,10 @@ import torch
 from lockstep.comm.world import join_world
 from lockstep.data.pipeline import Made
 from lockstep.engine.apply import apply_execution
-from lockstep.engine.recorded import RecordedStep
+from lockstep.engine.recorded import RecordedStep, refuse_waits
 from lockstep.engine.step import train_step
 from lockstep.engine.timeline import Passes, Timeline, cut_steps, pick_middle, place_batches, place_sums
 from lockstep.engine.timing import Trace
-from tests.device import sync_errors
 from tests.engine.small import small_config
 from tests.engine.test_recorded import RECORDED, build, draw_batches
 
@@ -122,7 +121,7 @@ def test_a_gpus_timeline_adds_up_and_never_makes_the_host_wait(is_recorded: bool
         torch.cuda.synchronize()
         parts.clock.take()
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with sync_errors():
+        with refuse_waits():
             made = [Made(0, time.perf_counter(), None)]
             timeline = Timeline(parts, 1, lambda: made)
             begun.record()

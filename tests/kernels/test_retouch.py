@@ -20,12 +20,12 @@ from lockstep.data.device_batch import DevicePath
 from lockstep.data.order import Cursor, plan_step
 from lockstep.data.policy import NUM_OPERATIONS, Operations, apply_operation, plan_amounts
 from lockstep.data.retouch import LEVELS, Augmentation, Retouch, draw_retouch
+from lockstep.engine.recorded import refuse_waits
 from lockstep.kernels import retouch_kernel
 from lockstep.kernels.retouch_kernel import change_squares
 from tests.data.test_pipeline import MEAN, STD, take, train_pipeline
 from tests.data.test_policy import ORACLE, squares_of
 from tests.data.test_retouch import EVERY, ONLY, WHOLE, _no_teams, squares  # noqa: F401  (a fixture for all)
-from tests.device import sync_errors
 
 SIGNED = range(1, 10)
 STRONG = range(1, 12)  # operations that have a strength
@@ -295,5 +295,5 @@ def test_the_host_waits_for_no_kernel() -> None:
         out.fill_(100)
 
     for _ in range(2):  # the first compiles and allocates
-        with sync_errors():
+        with refuse_waits():
             drawn.make_batch(torch.zeros(64, 10), images, crop, MEAN, STD, send_pinned, call)
